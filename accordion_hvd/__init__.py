@@ -48,7 +48,6 @@ _HOME = {
 
 @functools.cache
 def _homes() -> dict[str, str]:
-    """Return the public names and the modules that define them."""
     homes = {name: module for module, names in _HOME.items() for name in names}
     for catalog in _CATALOGS:
         homes |= dict.fromkeys(importlib.import_module(f"{__name__}.{catalog}").__all__, catalog)

@@ -15,12 +15,10 @@ class PayloadError(RuntimeError):
 
 
 def is_integer(value: Any) -> bool:
-    """Return whether `value` is an integer and not a bool."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Return whether `value` is a real, finite number and not a bool."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -27,7 +27,6 @@ class Use:
 
     Attributes:
         module: name of the module with this framework's compressed optimizers.
-        ranks: number of ranks of the job.
         members: number of ranks that exchange.
         optimizer: name of the wrapped optimizer's class.
         plain: whether a step is exactly lr times the gradient: SGD without momentum.
@@ -89,16 +88,9 @@ def growth_of(serving: Serving) -> BatchGrowth | None:
 
 
 def check_arguments(op: Any, known: Sequence[Any], predivide: float, groups: Any) -> None:
-    """Check the arguments of a wrapper that Horovod's own wrapper has, too.
+    """Raise ValueError if an argument that Horovod's own wrapper has, too, is not allowed.
 
-    Args:
-        op: the argument `op`.
-        known: Horovod's constants for average, sum and Adasum, in this order.
-        predivide: the argument `gradient_predivide_factor`.
-        groups: the argument `groups`.
-
-    Raises:
-        ValueError: if an argument is not allowed.
+    `known` are Horovod's constants for average, sum and Adasum, in this order.
     """
     if op not in known:
         check.refuse(OWNER, "op", op, "hvd.Average, hvd.Sum or hvd.Adasum")
@@ -120,12 +112,7 @@ def check_adasum(compression: Any) -> None:
 
 
 def check_passes(passes: Any, policy: Policy | None = None) -> None:
-    """Raise ValueError for a number of backward passes that is not allowed, or not with `policy`.
-
-    Args:
-        passes: number of backward passes per exchange.
-        policy: the policy that decides about levels; None if not known.
-    """
+    """Raise ValueError for a number of backward passes that is not allowed, or not by `policy`."""
     check.integer(OWNER, "backward_passes_per_step", passes, least=1)
     if policy is not None and per_sample(policy) and passes != 1:
         raise ValueError(

@@ -50,7 +50,6 @@ class AdaComp(SparseCodec):
     bin: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError if `bin` is not None or an integer from 1 to 16383."""
         if self.bin is not None:
             check.integer(self, "bin", self.bin, least=1, most=bins.LONG)
 
@@ -60,7 +59,6 @@ class AdaComp(SparseCodec):
         return DENSE if self.bin is None else self.bin
 
     def specialize(self, info: Info) -> Codec:
-        """Return the codec with the bin for tensors of shape `info.shape`."""
         if self.bin is not None:
             return self
         return replace(self, bin=CONVOLUTIONAL if len(info.shape) > 2 else DENSE)

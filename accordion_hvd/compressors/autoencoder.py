@@ -28,16 +28,7 @@ TINY = 1e-30
 
 @dataclass(frozen=True)
 class Layer:
-    """A 1-D convolution with bias and without padding, or its transpose.
-
-    Attributes:
-        inputs: number of input channels.
-        outputs: number of output channels.
-        width: width of the kernel.
-        stride: stride of the kernel.
-        transposed: True for a transposed convolution, which lengthens the signal.
-        leaky: whether a leaky ReLU follows.
-    """
+    """A 1-D convolution with bias, unpadded, or its transpose; then a leaky ReLU if `leaky`."""
 
     inputs: int
     outputs: int
@@ -83,14 +74,7 @@ class Layer:
     def backward(
         self, parameters: Tensor, x: Tensor, y: Tensor, slope: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the derivatives with respect to `x` and to the parameters.
-
-        Args:
-            parameters: this layer's parameters.
-            x: the input.
-            y: the output, `forward(parameters, x)`.
-            slope: derivative with respect to `y`.
-        """
+        """Return the derivatives by `x` and the parameters; `slope` is that by the output `y`."""
         xp = namespace(x)
         if self.leaky:
             slope = slope * (xp.cast(y > 0, "float32") * (1.0 - SLOPE) + SLOPE)
@@ -204,9 +188,7 @@ def signals_of(parts: Sequence[Tensor], scale: Tensor) -> Tensor:
 class Autoencoder:
     """One encoder, and one or several decoders. All parameters are one vector, in this order.
 
-    Attributes:
-        decoders: number of decoders.
-        innovates: whether decoders receive innovations in addition to the code.
+    If it `innovates`, decoders receive innovations in addition to the code.
     """
 
     decoders: int = 1
@@ -214,7 +196,6 @@ class Autoencoder:
 
     @property
     def size(self) -> int:
-        """Return the number of parameters."""
         return _size(ENCODER) + self.decoders * (_size(DECODER) + self.innovates)
 
     def draw(self, seed: str) -> np.ndarray:
@@ -245,16 +226,9 @@ class Autoencoder:
     ) -> tuple[Tensor, Tensor]:
         """Return the gradient of the loss, and the reconstruction error.
 
-        The loss is the sum over the decoded signals of the mean squared error, plus `similarity`
-        times the sum over ordered pairs of codes of their mean squared difference.
-
-        Args:
-            parameters: all parameters.
-            x: input signals.
-            mix: matrix that combines the signals' codes into the codes to decode.
-            wanted: target of each decoded signal.
-            innovations: innovations, or None.
-            similarity: weight of the loss that makes codes similar.
+        The loss is the sum over the decoded signals of the mean squared error from `wanted`, plus
+        `similarity` times the sum over ordered pairs of codes of their mean squared difference. The
+        matrix `mix` combines the signals' codes into the codes to decode.
         """
         xp = namespace(x)
         encoder, decoders = self._networks(parameters)

@@ -14,11 +14,7 @@ from accordion_hvd.ops.spec import Spec
 
 
 class AllElements(Codec):
-    """Base class of methods that send every element, in the gradient's dtype or in 16 bits.
-
-    Attributes:
-        wire: the 16-bit dtype of the values sent; None sends the gradient's own dtype.
-    """
+    """Base class of methods that send all elements, in the gradient's dtype or 16 bits (`wire`)."""
 
     batching: ClassVar[str] = "any"
     feedback: ClassVar[bool] = False
@@ -29,12 +25,10 @@ class AllElements(Codec):
         check.real(self, name, spec.dtype)
 
     def encode(self, x: Tensor, info: Info) -> Message:
-        """Return the tensor, or its 16-bit values as bytes."""
         xp = namespace(x)
         return (xp.to_wire([x], self.wire, math.prod(xp.shape(x))) if self.wire else x,)
 
     def decode(self, message: Message, like: Tensor, info: Info) -> Tensor:
-        """Return the tensor of a message, exact except for rounding to 16 bits."""
         xp = namespace(like)
         if self.wire:
             return xp.from_wire(message[0], self.wire, [xp.cast(like, "float32")])[0]

@@ -64,7 +64,6 @@ class DGC(Sparsifier):
     clip: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError if an argument is out of range."""
         super().__post_init__()
         check.below_one(self, "momentum", self.momentum)
         check.integer(self, "warmup", self.warmup, least=0)
@@ -83,11 +82,9 @@ class DGC(Sparsifier):
 
     @property
     def phases(self) -> bool:
-        """Return whether there is a warm-up."""
         return self.warmup > 0
 
     def stage_ratio(self, stage: int) -> float:
-        """Return the fraction of the elements that a stage sends."""
         return self.ratio if stage >= STAGES else max(self.ratio, 0.25 ** (stage + 1))
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
@@ -112,11 +109,9 @@ class DGC(Sparsifier):
         return xp.reshape(mean, xp.shape(grad)), self._state(error, fresh)
 
     def plain(self) -> Compressor | None:
-        """Return plain momentum, for tensors that are not compressed."""
         return DGC(1.0, self.momentum) if self.momentum else super().plain()
 
     def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
-        """Take over u from another DGC."""
         if "momentum" not in state or "momentum" not in other_state:
             return state
         return {**state, "momentum": other_state["momentum"]}

@@ -33,6 +33,5 @@ class Diana(Shifted):
     alpha: float = 0.5
 
     def __post_init__(self) -> None:
-        """Raise ValueError if `codec` is not a codec or `alpha` is outside (0, 1]."""
         super().__post_init__()
         check.ratio(self, "alpha", self.alpha)

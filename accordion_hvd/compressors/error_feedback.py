@@ -33,7 +33,6 @@ class ErrorFeedback(Wrapper):
 
     @property
     def contractive(self) -> bool:  # type: ignore[override]
-        """Return whether the codec is contractive."""
         return self.codec.contractive
 
     def init(self, spec: Spec, info: Info) -> State:
@@ -41,5 +40,4 @@ class ErrorFeedback(Wrapper):
         return super().init(spec, info) | {"error": spec.zeros(self.codec.layout(spec.shape))}
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Run one allgather or allreduce of messages."""
         return with_feedback(self.codec, grad, state, info)

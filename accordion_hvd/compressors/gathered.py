@@ -27,9 +27,7 @@ class Gathered(Wrapper):
 
     @property
     def batching(self) -> str:  # type: ignore[override]
-        """Return "any" if the codec serves any tensors in one call, else ""."""
         return self.codec.batching if self.codec.batching == "any" else ""
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Run one allgather or allreduce of messages."""
         return without_feedback(self.codec, grad, state, info)

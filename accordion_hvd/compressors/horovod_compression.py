@@ -25,7 +25,6 @@ class HorovodCompression(Compressor):
         """Accept every tensor that Horovod accepts."""
 
     def exchange(self, grad: Any, state: State, info: Info) -> ExchangeGenerator:
-        """Compress the tensor, run one allreduce, and decompress the mean."""
         small, context = self.compression.compress(grad)
         mean = yield Allreduce(small)
         return self.compression.decompress(mean, context), state

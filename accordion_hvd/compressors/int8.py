@@ -44,7 +44,6 @@ class Int8(Codec):
     block: int = 256
 
     def __post_init__(self) -> None:
-        """Raise ValueError if `block` is not an integer of at least 1."""
         check.integer(self, "block", self.block, least=1)
 
     def encode(self, x: Tensor, info: Info) -> Message:
@@ -54,9 +53,7 @@ class Int8(Codec):
         return xp.quantize(x, steps, self.block, 8), steps
 
     def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
-        """Return the sum of codes times step sizes, divided by the number of ranks."""
         return namespace(like).sum_quantized(*shares(messages), self.block, 8, _MIDDLE, like)
 
     def remove(self, total: Tensor, message: Message, info: Info) -> Tensor:
-        """Subtract the decoded message in place."""
         return namespace(total).subtract_quantized(total, *message, self.block, 8, _MIDDLE)

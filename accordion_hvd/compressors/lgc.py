@@ -93,7 +93,6 @@ class LGC(Sparsifier):
     rate: float = 1e-3
 
     def __post_init__(self) -> None:
-        """Raise ValueError if an argument is out of range or unknown."""
         super().__post_init__()
         check.one_of(self, "form", self.form, ("ring", "server"))
         check.integer(self, "dense", self.dense, least=0)
@@ -102,7 +101,6 @@ class LGC(Sparsifier):
         check.ratio(self, "rate", self.rate)
 
     def variant(self, step: int) -> int:
-        """Return the phase: DENSE, TRAINING, SHIPPING or CODED."""
         if step < self.dense:
             return DENSE
         left = self.dense + self.training - step
@@ -110,7 +108,6 @@ class LGC(Sparsifier):
 
     @property
     def startup_steps(self) -> int:
-        """Return the number of steps before the first codes."""
         return self.dense + self.training
 
     def init(self, spec: Spec, info: Info) -> State:
@@ -248,11 +245,7 @@ class LGC(Sparsifier):
         return self.form == "server"
 
     def _networks(self, ranks: int, state: State | None = None) -> Autoencoder:
-        """Return the autoencoder for this number of ranks.
-
-        Raises:
-            ValueError: if `state` belongs to another number of ranks.
-        """
+        """Return the autoencoder; ValueError if `state` belongs to another number of ranks."""
         networks = Autoencoder(ranks if self._innovates else 1, self._innovates)
         if state is not None:
             (size,) = namespace(state["weights"]).shape(state["weights"])
@@ -316,7 +309,6 @@ def _bits(dtype: str, x: Tensor) -> Tensor:
 
 
 def _scatter(index: Tensor, values: Tensor, size: int) -> Tensor:
-    """Return zeros with `values` at `index`."""
     xp = namespace(values)
     return xp.add_at(xp.zeros((size,), "float32", xp.device(values)), index, values)
 

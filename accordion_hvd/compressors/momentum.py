@@ -39,7 +39,6 @@ class Momentum(CompressorWrapper):
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        """Raise ValueError if `compressor` or `momentum` is not allowed."""
         inner: Any = self.compressor
         supported = isinstance(inner, Compressor) and not (inner.private or inner.sharded)
         if not supported or (inner.target, inner.output) != ("gradient", "gradient"):
@@ -50,31 +49,25 @@ class Momentum(CompressorWrapper):
 
     @property
     def scope(self) -> str:  # type: ignore[override]
-        """Return the inner compressor's scope."""
         return self.compressor.scope
 
     @property
     def batching(self) -> str:  # type: ignore[override]
-        """Return "alike" if the inner compressor serves several tensors in one call, else ""."""
         return "alike" if self.compressor.batching else ""
 
     @property
     def fp16_reduction(self) -> bool:  # type: ignore[override]
-        """Return whether the inner compressor sends only fp16."""
         return self.compressor.fp16_reduction
 
     @property
     def per_rank_state(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Return the per-rank state keys: the inner compressor's, and `momentum`."""
         return (*self.compressor.per_rank_state, "momentum")
 
     def init(self, spec: Spec, info: Info) -> State:
-        """Return the inner state, and `momentum` in the gradient's shape if there is momentum."""
         state = super().init(spec, info) | self.compressor.init(spec, info)
         return state | ({"momentum": spec.zeros(spec.shape)} if self.momentum else {})
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Yield the inner compressor's requests."""
         if not self.momentum:
             return (yield from self.compressor.exchange(grad, state, info))
         xp, shape = namespace(grad), namespace(grad).shape(grad)
@@ -86,28 +79,23 @@ class Momentum(CompressorWrapper):
         return mean, {**inner, "momentum": momentum}
 
     def plain(self) -> Compressor:
-        """Return plain momentum, for tensors that are not compressed."""
         return Momentum(self.compressor.plain() or Dense(), self.momentum)
 
     def deactivate(self, state: State) -> State:
-        """Return the inner compressor's inactive state, and the momentum."""
         own = {key: value for key, value in state.items() if key == "momentum"}
         return super().deactivate(_without_momentum(state)) | own
 
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
-        """Return the mean of the ranks' momentum, and the inner compressor's state."""
         inner = [_without_momentum(state) for state in states]
         mean = [state["momentum"] for state in states if "momentum" in state]
         own = {"momentum": sum(mean) / len(mean)} if mean else {}
         return super().rescale(inner, spec, info) | own
 
     def rescale_from_one(self, state: State, spec: Spec, info: Info) -> State:
-        """Return a momentum of zeros, and the inner compressor's state."""
         own = {"momentum": 0 * state["momentum"]} if "momentum" in state else {}
         return super().rescale_from_one(_without_momentum(state), spec, info) | own
 
     def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
-        """Take over the momentum of another level that has one."""
         if "momentum" not in state or "momentum" not in other_state:
             return state
         return {**state, "momentum": other_state["momentum"]}

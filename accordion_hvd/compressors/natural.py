@@ -37,6 +37,5 @@ class Natural(Codec):
         return (namespace(x).pack_powers(x, seed),)
 
     def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
-        """Return the sum of the powers, divided by the number of ranks."""
         powers = [part for (part,) in messages]
         return namespace(like).sum_powers(powers, 1 / len(powers), like)

@@ -35,7 +35,6 @@ class OneBit(Codec):
     contractive: ClassVar[bool] = True
 
     def layout(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return the shape (n, m) of the matrix."""
         return matrix_shape(shape)
 
     def encode(self, x: Tensor, info: Info) -> Message:
@@ -45,9 +44,7 @@ class OneBit(Codec):
         return bits, xp.column_means(x, bits)
 
     def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
-        """Return the mean of the values that the bits stand for."""
         return namespace(like).sum_columns(*shares(messages), like)
 
     def remove(self, total: Tensor, message: Message, info: Info) -> Tensor:
-        """Subtract the decoded message in place."""
         return namespace(total).subtract_columns(total, *message)

@@ -73,26 +73,18 @@ class PowerSGD(Compressor):
     alternate: bool = False
 
     def __post_init__(self) -> None:
-        """Check the arguments.
-
-        Raises:
-            ValueError: if `rank` is not an integer of at least 1, or `alternate` is not a bool.
-        """
         check.integer(self, "rank", self.rank, least=1)
         check.one_of(self, "alternate", self.alternate, (False, True))
 
     def variant(self, step: int) -> int:
-        """Return `AVERAGES_P` or `AVERAGES_Q` if `alternate`; otherwise 0."""
         return step % 2 if self.alternate else 0
 
     @property
     def phases(self) -> bool:
-        """Return whether `variant` ever changes."""
         return self.alternate
 
     @property
     def period(self) -> int:
-        """Return 2 if P and Q are averaged in turn, else 1."""
         return 2 if self.alternate else 1
 
     def init(self, spec: Spec, info: Info) -> State:

@@ -47,7 +47,6 @@ class QSGD(Codec):
     norm: str = "max"
 
     def __post_init__(self) -> None:
-        """Raise ValueError for an argument out of range or an unknown norm."""
         check.integer(self, "bits", self.bits, least=1, most=8)
         check.integer(self, "bucket", self.bucket, least=1)
         check.one_of(self, "norm", self.norm, ("max", "l2"))
@@ -60,7 +59,6 @@ class QSGD(Codec):
         return xp.quantize(x, steps, self.bucket, self.bits, seed), steps
 
     def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
-        """Return the sum of codes times step sizes, divided by the number of ranks."""
         middle = quantization.middle(self.bits)
         codes, steps = shares(messages)
         return namespace(like).sum_quantized(codes, steps, self.bucket, self.bits, middle, like)

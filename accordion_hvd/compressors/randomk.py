@@ -37,7 +37,6 @@ class RandomK(Ratio, Codec):
     contractive: ClassVar[bool] = True
 
     def encode(self, x: Tensor, info: Info) -> Message:
-        """Return the drawn values."""
         return self._draw(x, info)[:1]
 
     def encode_accumulating(self, error: Tensor, x: Tensor, info: Info) -> tuple[Message, Tensor]:
@@ -49,12 +48,10 @@ class RandomK(Ratio, Codec):
         return self._draw(total, info), total
 
     def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
-        """Return the mean values at the drawn indices, and zero elsewhere."""
         index = self._index(messages[0], like, info)
         return mean_of([(index, message[0]) for message in messages], like)
 
     def remove(self, total: Tensor, message: Message, info: Info) -> Tensor:
-        """Subtract the values at the drawn indices."""
         return without(total, (self._index(message, total, info), message[0]))
 
     def _draw(self, x: Tensor, info: Info) -> Message:

@@ -62,7 +62,6 @@ class ScaleCom(Sparsifier):
     selection: str = "bins"
 
     def __post_init__(self) -> None:
-        """Raise ValueError if `ratio` or `beta` is outside (0, 1], or `selection` is unknown."""
         super().__post_init__()
         check.ratio(self, "beta", self.beta)
         check.one_of(self, "selection", self.selection, ("bins", "exact"))
@@ -90,7 +89,6 @@ class ScaleCom(Sparsifier):
         return round(1 / self.ratio)
 
     def kept(self, size: int) -> int:
-        """Return how many of `size` elements a rank sends."""
         return -(-size // self.width) if self.selection == "bins" else super().kept(size)
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:

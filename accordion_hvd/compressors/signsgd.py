@@ -52,11 +52,9 @@ class SignSGD(Compressor):
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raise ValueError if `momentum` is outside [0, 1)."""
         check.below_one(self, "momentum", self.momentum)
 
     def init(self, spec: Spec, info: Info) -> State:
-        """Return `momentum` in the gradient's shape if there is momentum, else {}."""
         state = super().init(spec, info)
         return state | ({"momentum": spec.zeros(spec.shape)} if self.momentum else {})
 
@@ -139,11 +137,9 @@ class EFSignSGD(Codec):
         return xp.pack_signs(x), xp.bucket_norms(x, size, "mean") * 2
 
     def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
-        """Return the sum of signs times scales, divided by the number of ranks."""
         xp = namespace(like)
         return xp.sum_quantized(*shares(messages), xp.shape(like)[-1], 1, 0.5, like)
 
     def remove(self, total: Tensor, message: Message, info: Info) -> Tensor:
-        """Subtract the decoded message in place."""
         xp = namespace(total)
         return xp.subtract_quantized(total, *message, xp.shape(total)[-1], 1, 0.5)

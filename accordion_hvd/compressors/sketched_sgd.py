@@ -58,7 +58,6 @@ class SketchedSGD(Sparsifier):
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        """Raise ValueError if an argument is out of range, or `rows` is even."""
         super().__post_init__()
         check.integer(self, "rows", self.rows, least=1)
         if self.rows % 2 == 0:  # the median would not be unique
@@ -101,7 +100,6 @@ class SketchedSGD(Sparsifier):
         return xp.reshape(mean, xp.shape(grad)), state
 
     def plain(self) -> Compressor | None:
-        """Return plain momentum, for tensors that are not compressed."""
         return DGC(1.0, self.momentum) if self.momentum else super().plain()
 
     def width(self, size: int) -> int:

@@ -18,16 +18,11 @@ Chosen = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Ratio:
-    """Base class with the fraction of a tensor's elements that a rank sends.
-
-    Args:
-        ratio: fraction in (0, 1]; at least one element is sent. Default: 0.01.
-    """
+    """Base class with `ratio`: the fraction of a tensor's elements that a rank sends, or one."""
 
     ratio: float = 0.01
 
     def __post_init__(self) -> None:
-        """Raise ValueError if `ratio` is outside (0, 1]."""
         check.ratio(self, "ratio", self.ratio)
 
     def kept(self, size: int) -> int:
@@ -40,7 +35,6 @@ class Sparsifier(Ratio, Compressor):
     """Base class of compressors that send a part of the elements and retain the others."""
 
     def init(self, spec: Spec, info: Info) -> State:
-        """Return `error`: the residual, a vector of the gradient's size."""
         return super().init(spec, info) | {"error": spec.zeros((spec.size,))}
 
 
@@ -60,7 +54,6 @@ class SparseCodec(Codec):
         return mean_of([chosen for (chosen,) in messages], like)
 
     def remove(self, total: Tensor, message: Message, info: Info) -> Tensor:
-        """Subtract the values at the message's indices."""
         return without(total, message[0])
 
 
@@ -75,14 +68,8 @@ def decode(
 ) -> tuple[Chosen, Tensor]:
     """Parse a payload of `encode`; return `(index, values)` and a check, as for `Request.decode`.
 
-    Args:
-        payload: a rank's payload from `encode`.
-        size: upper bound of the indices, exclusive.
-        wire: dtype of the values.
-        count: number of elements; None derives it from the length of the payload.
-
-    Raises:
-        ValueError: if no number of elements fits the length of the payload.
+    If `count` is None, the number of elements follows from the length of the payload; ValueError if
+    no number fits.
     """
     xp, item = namespace(payload), ITEMSIZE[wire]
     if count is None:
@@ -93,11 +80,7 @@ def decode(
 
 
 def places(payload: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
-    """Parse `count` ascending indices below `size`, in the form for `Request.decode`.
-
-    Raises:
-        ValueError: if the length of the payload is wrong.
-    """
+    """Parse `count` ascending indices for `Request.decode`; ValueError if the length is wrong."""
     xp = namespace(payload)
     length = xp.shape(payload)[0]
     if length not in (None, indices.packed_length(count, size)):  # None: unknown in a graph
@@ -107,10 +90,7 @@ def places(payload: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def mean_of(parts: Iterable[Chosen], like: Tensor) -> Tensor:
-    """Return the fp32 mean of all ranks' elements, in the shape of `like`.
-
-    Consumes `like`.
-    """
+    """Return the fp32 mean of all ranks' elements, in the shape of `like`, which it consumes."""
     xp = namespace(like)
     index, values = zip(*parts, strict=True)
     return xp.sum_sparse(index, [xp.cast(x, "float32") / len(values) for x in values], like)

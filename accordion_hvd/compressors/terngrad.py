@@ -48,7 +48,6 @@ class TernGrad(Compressor):
     clip: float | None = 2.5
 
     def __post_init__(self) -> None:
-        """Raise ValueError if `clip` is neither None nor a positive number."""
         if self.clip is not None and not (check.is_number(self.clip) and self.clip > 0):
             check.refuse(self, "clip", self.clip, "a number above 0, or None")
 

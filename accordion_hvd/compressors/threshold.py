@@ -41,7 +41,6 @@ class Threshold(SparseCodec):
     value: float = 0.01
 
     def __post_init__(self) -> None:
-        """Raise ValueError if `value` is not a finite number of at least 0."""
         if not check.is_number(self.value) or self.value < 0:
             check.refuse(self, "value", self.value, "a number of at least 0")
 

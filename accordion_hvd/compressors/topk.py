@@ -40,7 +40,6 @@ class TopK(Ratio, SparseCodec):
     wire: str = "float32"
 
     def __post_init__(self) -> None:
-        """Raise ValueError if `ratio` is outside (0, 1] or `wire` is not allowed."""
         super().__post_init__()
         check.one_of(self, "wire", self.wire, tuple(_LARGEST))
 
@@ -56,7 +55,6 @@ class TopK(Ratio, SparseCodec):
         return self._packed(total, index), total
 
     def readers(self, shape: tuple[int, ...]) -> tuple[Reader]:
-        """Return a parser of indices and values."""
         count = math.prod(shape[:-1]) * self.kept(shape[-1])
         return (partial(decode, size=math.prod(shape), wire=self.wire, count=count),)
 

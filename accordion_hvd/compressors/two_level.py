@@ -58,7 +58,6 @@ class TwoLevel(CompressorWrapper):
     sharded: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Raise ValueError if `compressor` is not a compressor, or is private."""
         if not isinstance(self.compressor, Compressor):
             allowed = "a Compressor such as PowerSGD(1)"
             check.refuse(self, "compressor", self.compressor, allowed)
@@ -70,11 +69,7 @@ class TwoLevel(CompressorWrapper):
         object.__setattr__(self, "batching", batching)
 
     def init(self, spec: Spec, info: Info) -> State:
-        """Return the inner state for this rank's slice, or {} if all ranks share a host.
-
-        Raises:
-            ValueError: if hosts have different numbers of ranks.
-        """
+        """Return the inner state for this rank's slice; {} if there is one host (see `place`)."""
         self.accept(spec, info.name)
         placement = _placement(info)
         if len(placement.intra) == 1:
@@ -117,14 +112,12 @@ class TwoLevel(CompressorWrapper):
         return _joined(slices, spec.shape)
 
     def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
-        """Let the inner compressor take over the state of another TwoLevel, if there are slices."""
         if not state or not isinstance(other, TwoLevel):
             return state
         return self.compressor.warm_start(state, other.compressor, other_state)
 
 
 def slice_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """Return the shape of each of `ranks` slices of a tensor."""
     rows, width = matrix_shape(shape)
     if len(shape) > 1 and rows >= ranks:
         return -(-rows // ranks), width

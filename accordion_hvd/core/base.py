@@ -167,11 +167,7 @@ class NotForStockHorovod:
     """
 
     def compress(self, tensor: Tensor) -> Any:
-        """Refuse to serve Horovod's own wrapper.
-
-        Raises:
-            TypeError: always; the message has the import line to use instead.
-        """
+        """Raise TypeError; the message has the import line to use instead."""
         framework = "torch" if type(tensor).__module__.startswith("torch") else "tensorflow"
         raise TypeError(
             f"{self!r} was given to Horovod's own wrapper, which cannot run it. Write "
@@ -180,7 +176,6 @@ class NotForStockHorovod:
         )
 
     def decompress(self, tensor: Tensor, context: Any) -> Tensor:
-        """Refuse to serve Horovod's own wrapper, as `compress` does."""
         return self.compress(tensor)
 
 
@@ -241,7 +236,6 @@ class Compressor(NotForStockHorovod):
     budget: Any = None
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Define `repr` as a short constructor call."""
         super().__init_subclass__(**options)
         if "__repr__" not in vars(cls):
             cls.__repr__ = _short  # type: ignore[method-assign]

@@ -220,11 +220,6 @@ class Wrapper(Compressor):
     codec: Codec
 
     def __post_init__(self) -> None:
-        """Check the codec.
-
-        Raises:
-            ValueError: if `codec` is not a `Codec`.
-        """
         if not isinstance(self.codec, Codec):
             check.refuse(self, "codec", self.codec, "a Codec, such as TopK(0.01) or QSGD(4)")
 
@@ -234,10 +229,5 @@ class Wrapper(Compressor):
         return "alike" if self.codec.batching else ""
 
     def accept(self, spec: Spec, name: str) -> None:
-        """Check that a tensor like `spec` suits compressors in general, and the codec.
-
-        Raises:
-            ValueError: if it does not.
-        """
         super().accept(spec, name)
         self.codec.accept(spec, name)

@@ -19,12 +19,10 @@ RequestGenerator: TypeAlias = Generator[Any, Any, Any]
 def intercept(
     exchange: RequestGenerator, serve: Callable[[Any], RequestGenerator]
 ) -> RequestGenerator:
-    """Run an exchange generator, replacing its requests.
+    """Run an exchange generator, replacing its requests; return its result.
 
-    Args:
-        exchange: the generator; its result is returned.
-        serve: given a request, or a tuple of requests, returns a generator that yields other
-            requests and returns the results.
+    Given a request, or a tuple of requests, `serve` returns a generator that yields other requests
+    and returns the results.
     """
     running = Running(exchange)
     while not running.done:
@@ -33,12 +31,7 @@ def intercept(
 
 
 def within_group(group: tuple[int, ...], exchange: RequestGenerator) -> RequestGenerator:
-    """Run an exchange generator among the members of a group.
-
-    Args:
-        group: the ranks that serve as ranks 0, 1, ... of the exchange.
-        exchange: the generator.
-    """
+    """Run an exchange generator among the ranks `group`, which serve as its ranks 0, 1, ..."""
 
     def serve(asked: Any) -> RequestGenerator:
         if isinstance(asked, tuple):
@@ -58,7 +51,6 @@ def _addressed(request: Request, group: tuple[int, ...]) -> Request:
 
 
 def _member(group: tuple[int, ...], number: Any) -> Any:
-    """Return the rank at position `number` of a group."""
     if check.is_integer(number):
         return group[number]
     xp = namespace(number)

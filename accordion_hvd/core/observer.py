@@ -86,28 +86,21 @@ O = TypeVar("O", bound=Observer)  # noqa: E741
 
 
 class Observers(tuple[Observer, ...]):
-    """The observers of one policy."""
-
     __slots__ = ()
 
     def find(self, kind: type[O]) -> O | None:
-        """Return the observer that is an instance of `kind`; None if there is none."""
         return next((observer for observer in self if isinstance(observer, kind)), None)
 
     @property
     def weight(self) -> int:
-        """Return the product of the observers' `weight`."""
         return math.prod(observer.weight for observer in self)
 
     @property
     def accumulated(self) -> int:
-        """Return the product of the observers' `accumulated`."""
         return math.prod(observer.accumulated for observer in self)
 
     def any(self, attribute: str) -> bool:
-        """Return whether an attribute, given by name, is true for at least one observer."""
         return any(getattr(observer, attribute) for observer in self)
 
     def stats(self) -> dict[str, Any]:
-        """Return the `stats` of all observers in one dict."""
         return {key: value for observer in self for key, value in observer.stats().items()}

@@ -12,5 +12,4 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def first_match(name: str, patterns: Iterable[str]) -> str | None:
-    """Return the first of the patterns that `name` matches; None if it matches none."""
     return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)

@@ -27,11 +27,7 @@ class Placement:
 
 @functools.cache
 def place(hosts: Hosts, rank: int, size: int) -> Placement:
-    """Return the placement of `rank`. If the hosts are not known, each rank has its own host.
-
-    Raises:
-        ValueError: if hosts have different numbers of ranks.
-    """
+    """Return the placement of `rank`. If the hosts are not known, each rank has its own host."""
     hosts = hosts or consecutive(size, 1)
     require_equal(hosts)
     number = next(i for i, members in enumerate(hosts) if rank in members)
@@ -41,11 +37,7 @@ def place(hosts: Hosts, rank: int, size: int) -> Placement:
 
 
 def require_equal(hosts: Hosts) -> None:
-    """Check that all hosts have equally many ranks.
-
-    Raises:
-        ValueError: if they have not.
-    """
+    """Raise ValueError unless all hosts have equally many ranks."""
     counts = [len(members) for members in hosts]
     if len(set(counts)) > 1:
         raise ValueError(

@@ -9,15 +9,9 @@ from accordion_hvd.core.base import Request
 
 
 class Running:
-    """A running generator, with its pending request or its result.
+    """A generator, run to its first request at once, with its pending request or its result.
 
-    Args:
-        generator: the generator; it runs to its first request at once.
-
-    Attributes:
-        asked: the object that the generator yielded last; None once it has returned.
-        done: whether the generator has returned.
-        result: the object that the generator returned; None before.
+    `asked` is what it yielded last, None once it has returned; `result` is what it returned.
     """
 
     def __init__(self, generator: Generator[Any, Any, Any]) -> None:
@@ -47,7 +41,6 @@ class Running:
             self.done, self.result = True, stop.value
 
     def close(self) -> None:
-        """Close the generator at its pending request."""
         self._generator.close()
 
 
@@ -55,12 +48,7 @@ def drive(
     generator: Generator[Any, Any, Any],
     serve: Callable[[tuple[Request, ...]], Sequence[Any]],
 ) -> Any:
-    """Run a generator to its end and return its result.
-
-    Args:
-        generator: yields a request or a tuple of requests at a time.
-        serve: returns the results of requests, in their order.
-    """
+    """Run a generator to its end; return its result. `serve` answers requests, in their order."""
     running = Running(generator)
     while not running.done:
         running.answer(serve(running.requests))

@@ -33,7 +33,6 @@ class Shifted(Wrapper):
         return state | {"local": spec.zeros(layout), "mean": spec.zeros(layout)}
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Run one allgather of messages."""
         xp, shape = namespace(grad), namespace(grad).shape(grad)
         codec = self.codec.specialize(info)
         local, before = state["local"], state["mean"]
@@ -57,5 +56,4 @@ class Shifted(Wrapper):
         return {"local": states[0]["mean"], "mean": states[0]["mean"]}
 
     def rescale_from_one(self, state: State, spec: Spec, info: Info) -> State:
-        """Set h_i to h."""
         return self.rescale([state], spec, info)

@@ -65,11 +65,9 @@ class Lists:
         return replace(self, skew=np.maximum(np.minimum(self.skew, most), 1.0))
 
     def unskewed(self) -> Lists:
-        """Return the lists with all places equally likely."""
         return replace(self, skew=np.ones(len(self.start)))
 
     def chosen(self, index: Array) -> Lists:
-        """Return the lists at the given indices."""
         columns = self.start, self.degree, self.skew, self.local
         start, degree, skew, local = (column[index] for column in columns)
         return Lists(start, degree, skew, local, self.is_local)

@@ -59,11 +59,7 @@ class Partition:
 
 
 def checked_owners(caller: Any, owner: Any, nodes: int, parts: int | None = None) -> Array:
-    """Return owners as int32.
-
-    Raises:
-        ValueError: if `owner` is not one rank from 0 to `parts` - 1 for each node.
-    """
+    """Return owners as int32; ValueError unless each node has one rank, below `parts`."""
     owners = np.asarray(owner.owner if isinstance(owner, Partition) else owner)
     if owners.shape != (nodes,) or owners.dtype.kind not in "iu":
         given = f"of shape {owners.shape} and type {owners.dtype}"

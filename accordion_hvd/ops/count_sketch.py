@@ -35,15 +35,8 @@ def hashes(
 ) -> Any:
     """Return the offset and sign of each block in each row: (rows, blocks) int32.
 
-    A code is twice the offset plus the sign bit.
-
-    Args:
-        xp: module of operations for the result.
-        size: number of elements of the vector.
-        rows: number of rows of the sketch.
-        columns: number of columns of the sketch, below 2^30.
-        seed: from `random.key`; equal seeds give equal hashes on all ranks and in all frameworks.
-        device: device of the result.
+    A code is twice the offset plus the sign bit; `columns` is below 2^30. Equal seeds (from
+    `random.key`) give equal hashes on all ranks and in all frameworks.
     """
     count = blocks(size, columns)
     bits = random.words(xp, rows * count, seed, device)
@@ -122,10 +115,7 @@ def _without_extreme(
 def places(codes: Any, columns: int, turned: int) -> Any:
     """Return the columns to which a row's hashes `codes`, (blocks,), map: (blocks, columns) int64.
 
-    Args:
-        codes: one row from `hashes`.
-        columns: number of columns of the sketch.
-        turned: 1 maps a block's element to its column; -1 maps a column to the block's element.
+    If `turned` is 1, a block's element maps to its column; if -1, a column to the block's element.
     """
     xp = namespace(codes)
     offsets = xp.cast(xp.reshape(codes // 2, (-1, 1)), "int64")

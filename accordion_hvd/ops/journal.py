@@ -37,7 +37,6 @@ def record(undo: Undo) -> None:
 
 
 def rewind(entries: list[Undo]) -> None:
-    """Call all undo functions in reverse order and remove them."""
     while entries:
         entries.pop()()
 
@@ -56,9 +55,7 @@ def poisoning() -> Iterator[None]:
 def consume(array: np.ndarray, undo: Undo | None = None) -> np.ndarray:
     """Return the array that an in-place operation may write: `array`, or a copy when poisoning.
 
-    Args:
-        array: the consumed argument.
-        undo: function that restores `array`; None if the operation is irreversible.
+    `undo` restores `array`; None if the operation is irreversible.
     """
     if not _poison:
         if undo is not None:

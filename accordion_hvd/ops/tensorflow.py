@@ -24,11 +24,8 @@ def _compiled(function: Callable[..., Any], eagerly: bool = True) -> Callable[..
     """Compile a function of tensors as one kernel, by XLA, unless there is a GPU.
 
     On a CPU, each operation of TensorFlow passes over memory by itself, products with a matrix of a
-    few rows take up to ten times as long, and scattered additions a hundred times.
-
-    Args:
-        function: the function.
-        eagerly: whether to compile it outside of graphs, too, where shapes may differ in each step.
+    few rows take up to ten times as long, and scattered additions a hundred times. Without
+    `eagerly` it is compiled only in graphs, because shapes may differ in each step.
     """
     whole = tf.function(function, autograph=False, jit_compile=True)
     kernels: dict[Any, Any] = {}  # by shapes; unlike calls of `whole`, they do not warn of traces
@@ -186,10 +183,7 @@ def to_bytes(x: Tensor) -> Tensor:
 
 
 def from_bytes(x: Tensor, dtype: str, shape: Sequence[int]) -> Tensor:
-    """Reinterpret a vector of uint8 as `dtype`; inverse of `to_bytes`.
-
-    One extent of `shape` may be -1.
-    """
+    """Reinterpret a vector of uint8 as `dtype`; see `accordion_hvd.ops.numpy`."""
     size = tf.as_dtype(dtype).size
     if size > 1:
         x = tf.reshape(x, (-1, size))

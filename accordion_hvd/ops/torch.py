@@ -160,10 +160,7 @@ def to_bytes(x: Tensor) -> Tensor:
 
 
 def from_bytes(x: Tensor, dtype: str, shape: Sequence[int]) -> Tensor:
-    """Reinterpret a vector of uint8 as `dtype`; inverse of `to_bytes`.
-
-    One extent of `shape` may be -1.
-    """
+    """Reinterpret a vector of uint8 as `dtype`; see `accordion_hvd.ops.numpy`."""
     kind = getattr(torch, dtype)
     if not x.numel():
         return torch.empty(0, dtype=kind, device=x.device).reshape(tuple(shape))
@@ -360,10 +357,7 @@ def clear(x: Tensor, index: Tensor) -> Tensor:
 
 
 def add_at(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
-    """Return the vector `x` with `values` added at `index`, which has no duplicates.
-
-    Consumes `x`.
-    """
+    """Return the vector `x` with `values` added at `index`, without duplicates. Consumes `x`."""
     journal.record(lambda: x.index_add_(0, index, values, alpha=-1))
     return x.index_add_(0, index, values)
 
@@ -415,10 +409,7 @@ def largest_index(x: Tensor, count: int) -> Tensor:
 
 @_numpy_on_cpu
 def accumulate_largest(error: Tensor, grad: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return error + grad and its `largest_index`. Consumes `error`.
-
-    Takes one pass on the CPU.
-    """
+    """Return error + grad and its `largest_index`, in one pass on the CPU. Consumes `error`."""
     total = accumulate(error, grad)
     return total, largest_index(total, count)
 
@@ -434,10 +425,7 @@ def accumulate_reaching(error: Tensor, grad: Tensor, limit: float) -> tuple[Tens
 
 @_numpy_on_cpu
 def accumulate_outgrown(error: Tensor, grad: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return error + grad, the positions that AdaComp selects, and the scale of each row.
-
-    Consumes `error`; see `accordion_hvd.ops.selection`.
-    """
+    """Return error + grad, AdaComp's positions and scales (`ops.selection`). Consumes `error`."""
     total = accumulate(error, grad)
     rows = total.reshape(-1, total.shape[-1])
     most = _in_bins(rows.abs(), width).amax(2)
@@ -510,10 +498,7 @@ def unpack_index(packed: Tensor, count: int, size: int) -> Tensor:
 
 @_numpy_on_cpu
 def invalid_index(index: Tensor, size: int) -> Tensor:
-    """Return one fp32 element: 0 if `index` is valid, else 1.
-
-    A valid index is strictly ascending, with all positions in [0, size).
-    """
+    """Return one fp32 element: 0 if `index` is valid, else 1; see `accordion_hvd.ops.numpy`."""
     outside = (index[:1] < 0).any() | (index[-1:] >= size).any()
     return (outside | (index[1:] <= index[:-1]).any()).float().reshape(1)
 
@@ -651,10 +636,7 @@ def mean_of_wire(x: Tensor, wire: str, ranks: int) -> Tensor:
 
 
 def from_wire(x: Tensor, wire: str, likes: Sequence[Tensor]) -> list[Tensor]:
-    """Decode bytes from `to_wire` into tensors with the shapes and dtypes of `likes`.
-
-    Consumes `likes`.
-    """
+    """Decode bytes from `to_wire` into tensors like those of `likes`, which it consumes."""
     flat, start, results = x.view(getattr(torch, wire)), 0, []
     for like in likes:
         results.append(like.copy_(flat[start : start + like.numel()].view(like.shape)))

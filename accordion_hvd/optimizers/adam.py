@@ -35,7 +35,6 @@ class Adam(UpdateRule):
     bias_correction: bool = True
 
     def __post_init__(self) -> None:
-        """Raises: ValueError if an argument is out of range."""
         check_betas(self, self.betas)
         check_eps(self, self.eps)
         object.__setattr__(self, "betas", tuple(self.betas))
@@ -46,7 +45,6 @@ class Adam(UpdateRule):
         return super().init(spec, info) | moments | {"count": spec.zeros((2,), "float64")}
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Average the gradient in one allreduce and return the direction."""
         xp = namespace(grad)
         mean = yield Allreduce(xp.reshape(grad, xp.shape(state["m"])), reuse=True)
         direction, state = self.update(mean, state, info)
@@ -75,7 +73,6 @@ class Adam(UpdateRule):
         return xp.preconditioned(m, largest, rates, self.setting(info, "eps"), room)
 
     def rates(self, count: Tensor, betas: tuple[float, float], dtype: str) -> list:
-        """Return the inverse bias corrections of both moments; 1 without `bias_correction`."""
         return corrections(count, betas, dtype) if self.bias_correction else [1.0, 1.0]
 
 
@@ -97,10 +94,8 @@ class AMSGrad(Adam):
     """
 
     def init(self, spec: Spec, info: Info) -> State:
-        """Return the state of `Adam`, and `vmax`."""
         return super().init(spec, info) | {"vmax": spec.zeros((spec.size,), spec.wide)}
 
     def moments(self, grad: Tensor, state: State, info: Info) -> State:
-        """Return the state with the moments of `Adam` and `vmax` updated. Consumes the moments."""
         state = super().moments(grad, state, info)
         return {**state, "vmax": namespace(grad).maximum(state["vmax"], state["v"])}

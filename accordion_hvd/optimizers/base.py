@@ -103,20 +103,17 @@ class UpdateRule(Compressor):
 
 
 def check_betas(owner: Any, betas: Any) -> None:
-    """Raise ValueError unless `betas` is a pair of decay rates in [0, 1)."""
     fine = isinstance(betas, (tuple, list)) and len(betas) == 2
     if not fine or not all(check.is_number(beta) and 0 <= beta < 1 for beta in betas):
         check.refuse(owner, "betas", betas, "two numbers in [0, 1)")
 
 
 def check_eps(owner: Any, eps: Any) -> None:
-    """Raise ValueError unless `eps` is a number of at least 0."""
     if not check.is_number(eps) or eps < 0:
         check.refuse(owner, "eps", eps, "a number of at least 0")
 
 
 def shaped(x: Tensor, like: Tensor) -> Tensor:
-    """Return `x` in the shape and dtype of `like`."""
     xp = namespace(like)
     return xp.cast(xp.reshape(x, xp.shape(like)), xp.dtype(like))
 
@@ -124,10 +121,7 @@ def shaped(x: Tensor, like: Tensor) -> Tensor:
 def corrections(count: Any, betas: Sequence[float], dtype: str) -> list[Any]:
     """Return Adam's inverse bias corrections 1 / (1 - beta^count), as tensors of `dtype`.
 
-    Args:
-        count: fp64 tensor; the last dimension has the number of updates for each beta.
-        betas: decay rates.
-        dtype: dtype of the results.
+    The last dimension of `count`, fp64, has the number of updates for each beta.
     """
     xp = namespace(count)
     pairs = ((count[..., i : i + 1], beta) for i, beta in enumerate(betas))

@@ -89,7 +89,6 @@ class Birder(UpdateRule):
     beta_b: float | None = None
 
     def __post_init__(self) -> None:
-        """Raises: ValueError if an argument is out of range."""
         check.below_one(self, "beta", self.beta)
         slow = self.beta_b
         if slow is not None and not (check.is_number(slow) and self.beta <= slow < 1):
@@ -114,12 +113,10 @@ class Birder(UpdateRule):
         return stage
 
     def variant(self, step: int) -> int:
-        """Return the phase of this exchange, `SPEAKS` or `SILENT`."""
         return SPEAKS if self.exact or speaks(self.bits, step) else SILENT
 
     @property
     def phases(self) -> bool:
-        """Return whether `variant` ever changes."""
         return self.bits not in (1, 2)
 
     def init(self, spec: Spec, info: Info) -> State:
@@ -216,7 +213,6 @@ class Birder(UpdateRule):
         return [x[: math.ceil(width / 8)] for x in signs], {**errors, **server}
 
     def warm_start(self, state: State, other: Any, other_state: State) -> State:
-        """Copy the moments from another Birder."""
         if not isinstance(other, Birder):
             return state
         return {**state, **{key: other_state[key] for key in MOMENTS}}

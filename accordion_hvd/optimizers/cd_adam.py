@@ -52,13 +52,6 @@ class ExactCDAdam(AMSGrad):
     The update of `AMSGrad`; without `bias_correction` eps is inside the root, as in the paper:
     u = m / sqrt(vmax + eps). Coupled weight decay is added to the mean gradient, from the weights
     that all ranks share.
-
-    Sent: an allreduce of the gradient.
-
-    Args:
-        betas: decay rates b1 and b2, in [0, 1).
-        eps: constant added to the root, or inside it, at least 0.
-        bias_correction: whether to correct the moments for their start at zero.
     """
 
     needs_weights: ClassVar[bool] = True
@@ -70,7 +63,6 @@ class ExactCDAdam(AMSGrad):
         return not decoupled
 
     def update(self, grad: Tensor, state: State, info: Info) -> tuple[Tensor, State]:
-        """Return the direction and the new state for a gradient. Consumes `grad` and `state`."""
         return self.stepped(grad, state, info, grad)
 
     def stepped(self, grad: Tensor, state: State, info: Info, room: Tensor) -> tuple[Tensor, State]:
@@ -96,7 +88,6 @@ class ExactCDAdam(AMSGrad):
         return xp.preconditioned(state["m"], state["vmax"] + eps, [1.0, 1.0], 0.0, room)
 
     def _decayed(self, grad: Tensor, info: Info) -> Tensor:
-        """Return the gradient plus coupled weight decay."""
         decay = self.decay(info, decoupled=False)
         if not decay:
             return grad
@@ -152,7 +143,6 @@ class CDAdam(ExactCDAdam):
     replica_lr: float = 1
 
     def __post_init__(self) -> None:
-        """Raises: ValueError if an argument is out of range."""
         super().__post_init__()
         if not isinstance(self.preconditioned, bool):
             check.refuse(self, "preconditioned", self.preconditioned, "True or False")
@@ -178,16 +168,13 @@ class CDAdam(ExactCDAdam):
         object.__setattr__(self, "batching", self.compressor.batching)
 
     def dense(self) -> ExactCDAdam:
-        """Return the stage that averages exactly."""
         return ExactCDAdam(self.betas, self.eps, self.bias_correction)
 
     def variant(self, step: int) -> int:
-        """Return the phase of this exchange, `SENDS` or `SILENT`."""
         return SENDS if speaks(self.bits, step) else SILENT
 
     @property
     def phases(self) -> bool:
-        """Return whether `variant` ever changes."""
         return self.bits != math.ceil(self.bits)
 
     def init(self, spec: Spec, info: Info) -> State:

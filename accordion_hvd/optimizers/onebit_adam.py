@@ -65,7 +65,6 @@ class OnebitAdam(Adam):
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raises: ValueError if an argument is out of range."""
         super().__post_init__()
         if self.warmup_steps != "auto":
             check.integer(self, "warmup_steps", self.warmup_steps, least=1)  # else v is 0
@@ -74,11 +73,9 @@ class OnebitAdam(Adam):
             check.refuse(self, "floor", self.floor, "a number in [0, 1]")
 
     def dense(self) -> Adam:
-        """Return the optimizer of stage 1."""
         return Adam(self.betas, self.eps, self.bias_correction)
 
     def policy(self) -> Any:
-        """Return a policy that runs stage 1 for `warmup_steps`, then stage 2."""
         return WarmUp(self.dense(), self, self.warmup_steps)
 
     def init(self, spec: Spec, info: Info) -> State:

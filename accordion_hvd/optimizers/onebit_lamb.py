@@ -53,7 +53,6 @@ class Lamb(Adam):
     coeff_beta: float = 0.9
 
     def __post_init__(self) -> None:
-        """Raises: ValueError if an argument is out of range."""
         super().__post_init__()
         check_bounds(self, "min_coeff", "max_coeff")
         check.below_one(self, "coeff_beta", self.coeff_beta)
@@ -65,7 +64,6 @@ class Lamb(Adam):
         return super().init(spec, info) | both
 
     def update(self, grad: Tensor, state: State, info: Info) -> tuple[Tensor, State]:
-        """Return the direction and the new state for a gradient. Consumes `grad` and `state`."""
         direction, state = super().update(grad, state, info)
         direction = decayed(direction, self.decay(info), info)
         low, high = self.setting(info, "min_coeff"), self.setting(info, "max_coeff")
@@ -122,14 +120,12 @@ class OnebitLamb(OnebitAdam, Lamb):
     factor_threshold: float = 0.1
 
     def __post_init__(self) -> None:
-        """Raises: ValueError if an argument is out of range."""
         super().__post_init__()
         check_bounds(self, "factor_min", "factor_max")
         if not check.is_number(self.factor_threshold) or not 0 < self.factor_threshold < 1:
             check.refuse(self, "factor_threshold", self.factor_threshold, "a number in (0, 1)")
 
     def dense(self) -> Lamb:
-        """Return the optimizer of stage 1."""
         settings = self.betas, self.eps, self.bias_correction
         return Lamb(*settings, self.min_coeff, self.max_coeff, self.coeff_beta)
 
@@ -228,15 +224,9 @@ def clipped(x: Tensor, low: Any, high: Any) -> Tensor:
 
 
 def each(x: Tensor, sizes: Sequence[int], kind: str) -> Tensor:
-    """Return the norms of tensors that are concatenated in the last dimension of `x`.
+    """Return the "l1", "l2" or "max" norms of tensors that are concatenated in the last dimension.
 
-    Args:
-        x: (elements,) or (number, elements).
-        sizes: number of elements of each tensor.
-        kind: "l1", "l2" or "max".
-
-    Returns:
-        (tensors,) or (number, tensors).
+    (elements,) becomes (tensors,), and (number, elements) becomes (number, tensors).
     """
     xp = namespace(x)
     front = xp.shape(x)[:-1]

@@ -27,12 +27,7 @@ distributed elements: 1.23)."""
 
 @dataclass(frozen=True)
 class Chunks:
-    """The division of vectors among ranks: equal chunks, whose signs fill whole bytes.
-
-    Attributes:
-        size: number of elements of a vector.
-        ranks: number of ranks.
-    """
+    """The division of vectors of `size` elements: equal chunks, whose signs fill whole bytes."""
 
     size: int
     ranks: int
@@ -57,7 +52,6 @@ def chunk(x: Tensor, info: Info) -> Tensor:
 
 
 def check_bits(owner: Any, bits: Any) -> None:
-    """Raise ValueError unless `bits` is a number in [0.1, 2]."""
     if not check.is_number(bits) or not 0.1 <= bits <= 2:
         check.refuse(owner, "bits", bits, "a number in [0.1, 2]")
 

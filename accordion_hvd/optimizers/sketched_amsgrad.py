@@ -23,19 +23,12 @@ class FlooredAMSGrad(UpdateRule):
     """Dense stage of `SketchedAMSGrad`: AMSGrad on the mean of the ranks' gradients.
 
     m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2, vmax <- max(vmax, v), u = m / sqrt(vmax).
-
     v and vmax start at `eps`, so vmax >= eps and nothing is added to the root. There are no bias
     corrections. In PyTorch weight decay is coupled by default.
 
     After a sketched stage the ranks have different m. The first exchange of the dense stage then
     averages g + b1 / (1 - b1) m, and the new m of all ranks is 1 - b1 times this mean; v does not
     change in that step (ours).
-
-    Sent: an allreduce of the gradient.
-
-    Args:
-        betas: decay rates b1 and b2, in [0, 1).
-        eps: initial value of v and vmax, at least 1e-30.
     """
 
     scope: ClassVar[str] = "flat"
@@ -45,7 +38,6 @@ class FlooredAMSGrad(UpdateRule):
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        """Raises: ValueError if an argument is out of range."""
         check_betas(self, self.betas)
         if not check.is_number(self.eps) or self.eps < LEAST:
             check.refuse(self, "eps", self.eps, f"a number of at least {LEAST:g}")
@@ -63,7 +55,6 @@ class FlooredAMSGrad(UpdateRule):
         return super().init(spec, info) | full | counts
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Average the gradient in one allreduce and return the direction."""
         xp, (b1, b2), apart = namespace(grad), self.setting(info, "betas"), state["apart"]
         room = xp.reshape(grad, xp.shape(state["m"]))
         room = xp.accumulate(room, state["m"] * (apart * (b1 / (1 - b1))))
@@ -127,7 +118,6 @@ class SketchedAMSGrad(FlooredAMSGrad):
     warmup_steps: int | str = 100
 
     def __post_init__(self) -> None:
-        """Raises: ValueError if an argument is out of range, or `rows` is even."""
         super().__post_init__()
         check.ratio(self, "ratio", self.ratio)
         check.integer(self, "rows", self.rows, least=1)
@@ -141,11 +131,9 @@ class SketchedAMSGrad(FlooredAMSGrad):
             check.integer(self, "warmup_steps", self.warmup_steps, least=0)
 
     def dense(self) -> UpdateRule:
-        """Return the optimizer of stage 1."""
         return FlooredAMSGrad(self.betas, self.eps)
 
     def policy(self) -> Any:
-        """Return a policy that runs stage 1 for `warmup_steps`, then stage 2."""
         return WarmUp(self.dense(), self, self.warmup_steps)
 
     def init(self, spec: Spec, info: Info) -> State:
@@ -187,10 +175,7 @@ class SketchedAMSGrad(FlooredAMSGrad):
     def _candidates(
         self, total: Tensor, vmax: Tensor, room: Tensor, info: Info
     ) -> Generator[Any, Any, Tensor]:
-        """Return the positions of the largest estimates of mean `total` / sqrt(vmax).
-
-        Consumes `room`.
-        """
+        """Return where estimates of mean `total` / sqrt(vmax) are largest. Consumes `room`."""
         xp = namespace(total)
         size = xp.shape(total)[0]
         columns, device = self.width(size), xp.device(total)

@@ -75,7 +75,6 @@ class ZeroOneAdam(Adam):
     scale: str = "l2"
 
     def __post_init__(self) -> None:
-        """Raises: ValueError if an argument is out of range."""
         super().__post_init__()
         names = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
         for name in names:
@@ -83,7 +82,6 @@ class ZeroOneAdam(Adam):
         check.one_of(self, "scale", self.scale, SCALES)
 
     def plain(self) -> Adam:
-        """Return `Adam`, which serves small and exempt tensors."""
         return Adam(self.betas, self.eps, self.bias_correction)
 
     # ------------------------------------------------------------------------------ the schedules
@@ -110,7 +108,6 @@ class ZeroOneAdam(Adam):
             interval *= 2
 
     def synchronous(self, step: int) -> bool:
-        """Return whether the weights of all ranks are equal after `step` exchanges."""
         return step == 0 or self.variant(step - 1) != LOCAL
 
     # ------------------------------------------------------------------------------------ one step

@@ -151,11 +151,7 @@ class Accordion(Windowed):
         self._arrange()
 
     def between(self, low: Any, high: Any) -> None:
-        """Set the two levels between which the policy switches.
-
-        Raises:
-            ValueError: if a level is missing, or the levels do not agree.
-        """
+        """Set the two levels; ValueError if one is missing, or they do not agree."""
         for name, level in (("low", low), ("high", high)):
             if level is None:
                 raise ValueError(
@@ -203,7 +199,6 @@ class Accordion(Windowed):
 
     @property
     def large(self) -> bool:
-        """Return whether batches are large from now on."""
         return self.growth is not None and self.growth.large
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
@@ -240,7 +235,6 @@ class Accordion(Windowed):
         return rows + batch + self._decide_models(norms, lr, batches)
 
     def apply(self, decisions: Sequence[Decision]) -> None:
-        """Apply decisions, and begin the next window."""
         before, window = dict(self.current), self._epoch
         super().apply([row for row in decisions if row.name not in (BATCH, MODEL)])
         for row in decisions:
@@ -259,13 +253,11 @@ class Accordion(Windowed):
         self._changed = self._changed | set(names)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the window, the norms of the last check, and all decisions."""
         averaging = self.alternation is not None and self.alternation.averaging_models
         own = {"large": self.large, "apart": averaging, "_norms": self.regimes.norms}
         return super().state_dict() | own | {"_changed": sorted(self._changed)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore from `state_dict`."""
         super().load_state_dict(state)
         self.regimes.norms, self._changed = state["_norms"], set(state["_changed"])
         if self.growth is not None:
@@ -276,7 +268,6 @@ class Accordion(Windowed):
             self.alternation.equal = True  # models are equal whenever they are saved
 
     def __repr__(self) -> str:
-        """Return the constructor call."""
         regimes = self.regimes
         return (
             f"Accordion(low={self.low!r}, high={self.high!r}, threshold={regimes.threshold!r}, "

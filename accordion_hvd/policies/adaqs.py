@@ -110,7 +110,6 @@ class AdaQS(Windowed):
         self._looked, self._energy = 0, {}
 
     def __repr__(self) -> str:
-        """Return the constructor call."""
         return (
             f"AdaQS({list(self._levels)!r}, drop={self.drop!r}, window={self.window!r}, "
             f"probes={self.probes!r})"
@@ -134,11 +133,9 @@ class AdaQS(Windowed):
     def _ratio(self, energy: float, norm: float) -> float:
         """Estimate |m| / s; NaN if the window had too few gradients or a value is not finite.
 
-        For n independent gradients, E |sum|^2 = n (n - 1) |m|^2 + n E |gradient|^2.
-
-        Args:
-            energy: sum of |gradient|^2 over the gradients that were measured one by one.
-            norm: |sum| of the other gradients.
+        For n independent gradients, E |sum|^2 = n (n - 1) |m|^2 + n E |gradient|^2. `energy` is the
+        sum of |gradient|^2 of gradients that were measured one by one, `norm` is |sum| of the
+        others.
         """
         summed = self._steps - self._looked
         if not self._looked or summed < 2 or not math.isfinite(energy + norm):

@@ -19,7 +19,6 @@ class Link:
     latency: float
 
     def __str__(self) -> str:
-        """Return the bandwidth in Mbit/s and the latency in ms."""
         return f"link {8e-6 * self.bandwidth:.0f} Mbit/s, {1e3 * self.latency:.1f} ms"
 
 
@@ -80,7 +79,6 @@ class Advice:
     tensors: Sequence[TensorRow]
 
     def __str__(self) -> str:
-        """Return the verdict, a table of the options and a table of the tensors."""
         if not self.options:
             return self.verdict or "the gate has no measurements (yet); it measures on rank 0."
         options = [["configuration", "ms per step", "trials", ""]]

@@ -13,11 +13,9 @@ MODEL = "(model)"
 
 
 class Alternation(Observer):
-    """Switches between averaging gradients in each step and averaging models.
+    """Switches between averaging gradients in each step and averaging models by `method`.
 
-    Args:
-        policy: the policy that decides. Its windows last until the models are equal.
-        method: the method that averages the models.
+    The windows of `policy`, which decides, last until the models are equal.
 
     Attributes:
         averaging_models: whether the ranks average models now, so that models may differ.
@@ -36,7 +34,6 @@ class Alternation(Observer):
 
     @property
     def withholds(self) -> bool:  # type: ignore[override]
-        """Return whether gradients remain local now."""
         return self.averaging_models
 
     @property

@@ -18,7 +18,6 @@ class BatchGrowth(Observer):
     """Switches a training from small to large batches, once.
 
     Args:
-        owner: the policy, named in error messages.
         sizes: (small, large), numbers of examples over all ranks; large is a multiple of small.
         window: optimizer steps in a window; None if not known.
 
@@ -54,20 +53,14 @@ class BatchGrowth(Observer):
 
     @property
     def weight(self) -> int:  # type: ignore[override]
-        """Return the number of small batches in the current exchange."""
         return self.micro_batches
 
     @property
     def accumulated(self) -> int:  # type: ignore[override]
-        """Return the number of small batches whose gradients are accumulated for one exchange."""
         return 1 if self.loader else self.micro_batches
 
     def share(self, ranks: int) -> int:
-        """Return the number of examples of a small batch on each rank.
-
-        Raises:
-            ValueError: if the small batch is no multiple of the number of ranks.
-        """
+        """Return the examples of a small batch on each rank; ValueError if that is no integer."""
         if self.sizes[0] % ranks:
             allowed = f"multiples of {ranks}, the number of ranks"
             check.refuse(self.owner, "batch_size", self.sizes, allowed)
@@ -84,20 +77,14 @@ class BatchGrowth(Observer):
             self.resize()
 
     def to_come(self, large: bool) -> int:
-        """Return the number of small batches in each of the next exchanges.
-
-        Args:
-            large: whether batches are large or become large now.
-        """
+        """Return the small batches in each next exchange, if batches are or become `large`."""
         return self.ratio if large and not self.loader else self.micro_batches
 
     def judge(self, row: Decision, regimes: CriticalRegimes, unclear: bool) -> list[Decision]:
         """Return the decision about the batch size as a list; empty if there is none.
 
-        Args:
-            row: a row with the norm and the learning rate of the entire model; it is filled in.
-            regimes: the detector of critical regimes.
-            unclear: whether the norm is no evidence (see `CriticalRegimes.judge`).
+        `row` has the norm and the learning rate of the entire model; it is filled in. `unclear` is
+        that of `CriticalRegimes.judge`.
         """
         if self.large and row.window:
             return []
@@ -109,9 +96,7 @@ class BatchGrowth(Observer):
         return [row] if row.reason else []
 
     def stats(self) -> dict[str, Any]:
-        """Return the current number of examples per step over all ranks."""
         return {"batch_size": self.sizes[0] * self.micro_batches}
 
     def agreement(self) -> str:
-        """Return a line that states whether a data loader gives the batches."""
         return f"loader={self.loader}"

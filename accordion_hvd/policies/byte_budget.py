@@ -82,12 +82,8 @@ class ByteBudget(Observer):
     def cap(self, rows: Sequence[Decision], current: Mapping[str, int], batches: int) -> None:
         """Replace the levels of `rows` that exceed the budget by cheaper ones.
 
-        Buckets without a row keep their level.
-
-        Args:
-            rows: decisions about buckets; level and reason are changed.
-            current: bucket -> level before the decisions.
-            batches: number of small batches in each of the next exchanges.
+        Buckets without a row keep their `current` level. `batches` is the number of small batches
+        in each of the next exchanges.
         """
         if not rows:
             return
@@ -99,12 +95,7 @@ class ByteBudget(Observer):
                 row.level, row.reason = chosen[row.name], f"{row.reason}, but {OVER}"
 
     def allowed(self, wanted: int, batches: int) -> int:
-        """Return `wanted` if it fits into the budget, otherwise the cheaper mode.
-
-        Args:
-            wanted: LOW to average gradients, HIGH to average models.
-            batches: number of small batches in each of the next exchanges.
-        """
+        """Return `wanted` (LOW: gradients, HIGH: models) if affordable, else the cheaper mode."""
         costs = self._least(), self._models
         cheaper = LOW if costs[LOW] <= costs[HIGH] else HIGH
         return wanted if costs[wanted] <= self._room(batches) else cheaper
@@ -130,13 +121,8 @@ def affordable(
     """Return the wanted levels as far as the budget allows, otherwise the cheapest ones.
 
     Every bucket starts at its cheapest level. Then buckets get their wanted level, the most urgent
-    first, as long as there is room.
-
-    Args:
-        wanted: bucket -> level.
-        prices: bucket -> bytes of each level.
-        urgency: bucket -> priority; a larger value comes earlier, a missing one first.
-        room: bytes that all buckets together may send.
+    first (a missing urgency is the largest), as long as there is `room` for the bytes of all
+    buckets.
     """
     chosen = {}
     for name, level in wanted.items():  # the wanted level if none is cheaper

@@ -25,7 +25,6 @@ class CriticalRegimes:
     the learning rate begins a critical regime, too (section (b) of the authors' code).
 
     Args:
-        owner: the policy, named in error messages.
         threshold: relative change of the norm in a critical regime, at least 0 (the paper's eta).
         interval: windows between checks.
         lr_drop: the learning rate falls if it is at most `lr_drop` times its value one window
@@ -44,18 +43,14 @@ class CriticalRegimes:
         self.norms: dict[str, float] = {}
 
     def checks(self, window: int) -> bool:
-        """Return whether a window ends in a check."""
         return window % self.interval == 0
 
     def judge(self, row: Decision, unclear: bool, current: int) -> None:
         """Fill in level, reason and change of a row if its window ends in a check or its lr fell.
 
-        Args:
-            row: a row with `window`, `norm`, `previous`, `lr` and `previous_lr`.
-            unclear: whether the norm is no evidence: it is a norm of averaged gradients, and the
-                level changed at the start of the window, so that the averages contain the residual
-                of the old level.
-            current: the level that remains if the norm is no evidence.
+        The norm is no evidence (`unclear`) if it is a norm of averaged gradients, and the level
+        changed at the start of the window, so that the averages contain the residual of the old
+        level. Then the level remains `current`.
         """
         if self.checks(row.window):
             self._compare(row, unclear, current)

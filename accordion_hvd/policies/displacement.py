@@ -104,17 +104,14 @@ class Displacement(Windowed):
         self.low, self.high, self.bound, self.release = low, high, bound, release
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
-        """Return (low, high)."""
         return self.low, self.high
 
     def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
-        """Return a row per layer."""
         ratios = seen.get(RelativeResidual.key, {})
         displacements = {name: lr[name] * ratios.get(name, math.nan) for name in self.current}
         return [self._judge(name, d, lr) for name, d in displacements.items()]
 
     def __repr__(self) -> str:
-        """Return the constructor call."""
         return (
             f"Displacement(low={self.low!r}, high={self.high!r}, bound={self.bound!r}, "
             f"release={self.release!r}, window={self.window!r})"

@@ -44,7 +44,6 @@ class Step:
     mean: Tensor = None
 
     def weighted(self, x: Tensor) -> Tensor:
-        """Return `x` times `weight`."""
         return x if self.weight == 1 else x * self.weight
 
 
@@ -118,28 +117,23 @@ class GradientSums(Evidence):
         self.signal, self.everywhere = signal, everywhere
 
     def zeros(self, entry: Any) -> Tensor:
-        """Return zeros in the bucket's shape."""
         return entry.spec.zeros(entry.bucket.shape)
 
     @property
     def looks_before(self) -> bool:
-        """Return whether the sums are of local gradients."""
         return self.signal == "local"
 
     def before(self, kept: Tensor, step: Step) -> Tensor:
-        """Add local gradients to the sum."""
         if self.signal != "local":
             return kept
         return namespace(kept).accumulate(kept, step.weighted(step.grad))
 
     def after(self, kept: Tensor, step: Step) -> Tensor:
-        """Add averages to the sum."""
         if self.signal != "reduced":
             return kept
         return namespace(kept).accumulate(kept, step.weighted(step.mean))
 
     def read(self, exchange: Any) -> Reading:
-        """Return the norms of the sums."""
         yield from ()
         return numbers(exchange, {k: exchange.xp.norm(x) for k, x in kept(exchange, self)})
 
@@ -157,7 +151,6 @@ class StateNorms(Evidence):
         self.of = of
 
     def read(self, exchange: Any) -> Reading:
-        """Return the current L1 norms."""
         yield from ()
         xp, norms = exchange.xp, {}
         for entry in exchange.bucket_states if exchange.communicator.rank == 0 else ():

@@ -44,11 +44,9 @@ class Fixed(Policy):
             self.features = (PrivacyAccountant(self, compressor),)
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
-        """Return the one compressor of bucket `name`."""
         return (override(self.overrides, name) or self.compressor,)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, with the privacy budget spent so far."""
         budget = self.compressor.budget
         return super().state_dict() | (budget.state_dict() if budget is not None else {})
 
@@ -59,7 +57,6 @@ class Fixed(Policy):
             self.compressor.budget.load_state_dict(state)
 
     def __repr__(self) -> str:
-        """Return the constructor call."""
         more = f", overrides={self.overrides!r}" if self.overrides else ""
         more += f", gate={self.gate!r}" if self.gate else ""
         return f"Fixed({self.compressor!r}{more})"
@@ -68,9 +65,7 @@ class Fixed(Policy):
 def override(overrides: Mapping[str, Compressor], name: str) -> Compressor | None:
     """Return the compressor of the first pattern that a bucket's first tensor matches.
 
-    Args:
-        overrides: name pattern -> compressor.
-        name: name of the bucket, such as "fc.weight", or "fc.weight+2" for three tensors.
+    The bucket's name is such as "fc.weight", or "fc.weight+2" for three tensors.
     """
     tensor, plus, others = name.rpartition("+")
     pattern = first_match(tensor if plus and others.isdigit() else name, overrides)

@@ -125,13 +125,7 @@ class Gate:
 
     # --------------------------------------------------------------------- queries of the exchange
     def level(self, name: str, wanted: int, own: int) -> int:
-        """Return the level that serves bucket `name`; fallbacks follow the policy's levels.
-
-        Args:
-            name: name of the bucket.
-            wanted: the policy's level.
-            own: number of levels that the policy has for the bucket.
-        """
+        """Return the level that serves a bucket; fallbacks follow the policy's `own` levels."""
         fallback = self.assignment.get(name, 0)
         return own + fallback - 1 if fallback else wanted
 
@@ -170,7 +164,6 @@ class Gate:
 
     @property
     def fp16_reduction(self) -> bool:
-        """Return whether a fallback sends nothing but fp16."""
         return any(fallback.fp16_reduction for fallback in self.fallbacks)
 
     @property
@@ -179,7 +172,6 @@ class Gate:
         return self._option == WANTED
 
     def tick(self, step: int) -> None:
-        """Record that exchange number `step` is about to begin."""
         self._clock.note(step)
 
     # ---------------------------------------------------------------------------- rank 0's decision
@@ -261,7 +253,6 @@ class Gate:
         return self._is_slower_or_faster()
 
     def _forget(self) -> None:
-        """Forget all measured times."""
         self._known.clear()
         self._times = {}
 
@@ -462,7 +453,6 @@ class Gate:
         return Advice(self.verdict, self.link, options, tensors)
 
     def __repr__(self) -> str:
-        """Return the constructor call."""
         if (self.steps, self.every, self.fallbacks) == (4, 1000, (FP16(), Dense())):
             return "'auto'"
         shown = f"steps={self.steps}, every={self.every}, fallbacks={list(self.fallbacks)}"
@@ -511,12 +501,8 @@ def as_gate(owner: Any, gate: Any) -> Gate | None:
 def probe(tensor: Any, xp: Any, ranks: int) -> Any:
     """Measure the link and return a `Link`; a generator of collectives.
 
-    On a slow link, an eighth of the tensor suffices.
-
-    Args:
-        tensor: fp32 vector of some hundred kB; its memory may be overwritten.
-        xp: operations of the tensor's framework.
-        ranks: number of ranks.
+    On a slow link, an eighth of `tensor`, fp32 of some hundred kB, suffices; its memory may be
+    overwritten.
     """
 
     def seconds(x: Any, count: int) -> Any:

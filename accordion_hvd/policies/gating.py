@@ -21,11 +21,7 @@ PROBE = 1 << 18
 
 
 class Gating(Observer):
-    """Connects a gate to an exchange.
-
-    Args:
-        gate: the gate that decides.
-    """
+    """Connects a gate to an exchange."""
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
@@ -64,7 +60,6 @@ class Gating(Observer):
 
     @property
     def measures(self) -> bool:  # type: ignore[override]
-        """Return whether the gate needs the time of the calls in this step."""
         return self.gate.measuring
 
     def closed(self, exchange: Any, step: Any) -> None:
@@ -105,7 +100,6 @@ class Gating(Observer):
         return self._bytes[bucket.name]
 
     def advice(self, exchange: Any) -> Advice:
-        """Return the gate's verdict and measurements."""
         return self.gate.advice(names(exchange))
 
 
@@ -122,10 +116,7 @@ def names(exchange: Any) -> dict[str, str]:
 
 
 def startup(exchange: Any) -> int:
-    """Return the number of start-up steps left for the wanted compressors.
-
-    See `Compressor.startup_steps`.
-    """
+    """Return the start-up steps left for the wanted compressors; see `Compressor.startup_steps`."""
     levels, left = wanted(exchange), [0]
     for entry in _compressed(exchange):
         level = levels[entry.bucket.name]

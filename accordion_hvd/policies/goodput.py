@@ -141,7 +141,6 @@ class Goodput(Windowed):
             self._steps = 0
 
     def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
-        """Return a row per layer."""
         ratios = seen.get(RelativeResidual.key, {})
         rows = [self._judge(name, ratios.get(name, math.nan), lr[name]) for name in self.current]
         weights, found = seen.get(EfficiencyWeights.key, {}), seen.get(Efficiency.key, {})
@@ -170,7 +169,6 @@ class Goodput(Windowed):
         self.gate.rejudge()
 
     def __repr__(self) -> str:
-        """Return the constructor call."""
         return (
             f"Goodput({list(self._levels)!r}, bound={self.bound!r}, release={self.release!r}, "
             f"window={self.window!r})"
@@ -187,7 +185,6 @@ class Goodput(Windowed):
         return max((sums[1] for sums in self._progress.get(name, ()) if sums), default=0.0)
 
     def _efficiency(self, name: str, level: int) -> float:
-        """Return the efficiency of a level for a bucket."""
         known = self._progress.get(name)
         for place in range(level, -1, -1):
             if isinstance(self._levels[place], NEARLY_EXACT):

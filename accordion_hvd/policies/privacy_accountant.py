@@ -10,12 +10,7 @@ from accordion_hvd.core.observer import Observer
 
 
 class PrivacyAccountant(Observer):
-    """Charges each exchange to a privacy budget, before the exchange begins.
-
-    Args:
-        policy: the policy, named in error messages.
-        compressor: the private compressor that serves all the time.
-    """
+    """Charges each exchange, before it, to the budget of the private compressor."""
 
     every_step = True
     needed_alone = True
@@ -25,11 +20,7 @@ class PrivacyAccountant(Observer):
         self.policy, self.compressor = policy, compressor
 
     def extending(self, exchange: Any, buckets: Sequence[Any]) -> None:
-        """Check that the compressor protects all gradients.
-
-        Raises:
-            ValueError: if a tensor would be sent outside the protected vector.
-        """
+        """Raise ValueError if a tensor would be sent outside the protected vector."""
         if exchange.skip:
             raise ValueError(
                 f"skip is {exchange.skip!r}, but must be () with {self.policy!r}: the tensors that "
@@ -44,15 +35,12 @@ class PrivacyAccountant(Observer):
             )
 
     def opening(self, exchange: Any, lr: Mapping[str, float]) -> None:
-        """Charge the exchange to the budget."""
         self.compressor.spend()
 
     def affords(self) -> bool:
-        """Return whether the budget has room for another exchange."""
         return self.compressor.affords()
 
     def stats(self) -> dict[str, Any]:
-        """Return the privacy spent so far."""
         budget = self.compressor.budget
         return {"privacy": budget.stats() if budget is not None else {}}
 

@@ -72,31 +72,23 @@ class Replay(Policy):
             check.refuse(self, "history", str(path), allowed)
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
-        """Return the compressors that served the layer in the recorded run.
-
-        Raises:
-            ValueError: if the history has no row about the layer.
-        """
+        """Return the compressors that served in the recorded run; ValueError if it has no row."""
         if name not in self._levels:
             known = ", ".join(sorted(self._levels))
             raise ValueError(f"Replay: the history has no layer {name!r}; it has {known}.")
         return tuple(self._levels[name])
 
     def due(self, lr: Mapping[str, float]) -> bool:
-        """Return whether the recorded run made a decision at this step."""
         return any(row.step == self._step for row in self._rows)
 
     def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
-        """Return the recorded rows of this step."""
         now = [row for row in self._rows if row.step == self._step and row.name in self.current]
         return [replace(r, level=self._levels[r.name].index(_read(r.compressor))) for r in now]
 
     def tick(self, lr: Mapping[str, float]) -> None:
-        """Count an exchange."""
         self._step += 1
 
     def __repr__(self) -> str:
-        """Return the constructor call with the number of rows."""
         return f"Replay(<{len(self._rows)} rows>)"
 
 

@@ -76,7 +76,6 @@ class ScaleComRecipe(StepSchedule):
         return (Dense(), compressed) if self.dense else (compressed,)
 
     def start(self, name: str) -> int:
-        """Return the level of the current window."""
         return min(super().start(name), len(self.levels(name)) - 1)
 
     def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
@@ -88,7 +87,6 @@ class ScaleComRecipe(StepSchedule):
         ]
 
     def __repr__(self) -> str:
-        """Return the constructor call."""
         return (
             f"ScaleComRecipe({self.first!r}, {self.flops!r}, large_batch={self.large_batch!r}, "
             f"dense={self.dense!r}, window={self.window!r})"

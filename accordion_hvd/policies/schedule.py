@@ -38,11 +38,9 @@ class StepSchedule(Windowed):
         agree(self, list(self.schedule.values()))
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
-        """Return all compressors in the order of the schedule."""
         return tuple(self.schedule.values())
 
     def start(self, name: str) -> int:
-        """Return the level of the current window."""
         return self._level_in(self._epoch)
 
     def due(self, lr: Mapping[str, float]) -> bool:
@@ -50,13 +48,11 @@ class StepSchedule(Windowed):
         return super().due(lr) and self._epoch + 1 in self.schedule
 
     def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
-        """Return a row per layer."""
         level = self._level_in(self._epoch + 1)
         common = level, self._step, self._epoch, repr(self.levels("")[level]), "schedule"
         return [Decision(name, *common, lr=lr[name]) for name in self.current]
 
     def __repr__(self) -> str:
-        """Return the constructor call."""
         return f"StepSchedule({self.schedule!r}, window={self.window!r})"
 
     def _level_in(self, window: int) -> int:

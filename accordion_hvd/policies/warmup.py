@@ -50,7 +50,6 @@ class WarmUp(Policy):
         self._lr: list[dict[str, float]] = []  # learning rates at the last checks
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
-        """Return both stages."""
         return self.first, self.then
 
     def start(self, name: str) -> int:
@@ -66,7 +65,6 @@ class WarmUp(Policy):
         return self._step == self.steps
 
     def tick(self, lr: Mapping[str, float]) -> None:
-        """Count an exchange."""
         self._step += 1
 
     def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
@@ -94,7 +92,6 @@ class WarmUp(Policy):
         self._lr = [*self._lr[1 - LOOKS :], {row.name: row.lr for row in decisions}]
 
     def __repr__(self) -> str:
-        """Return the constructor call."""
         return f"WarmUp({self.first!r}, {self.then!r}, steps={self.steps!r})"
 
     def _rising(self, lr: Mapping[str, float]) -> bool:

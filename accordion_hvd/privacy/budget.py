@@ -50,7 +50,6 @@ class Release:
     relation: str = "replace"
 
     def __post_init__(self) -> None:
-        """Raises: ValueError if an argument is out of range."""
         value = self.noise_multiplier
         if not check.is_number(value) or not 0 <= value <= 1e12:
             check.refuse(self, "noise_multiplier", value, "a number from 0 to 1e12")

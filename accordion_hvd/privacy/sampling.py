@@ -52,5 +52,4 @@ class PoissonSampler:
         return max(1, round(1 / self.rate))
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        """Draw `len(self)` lots."""
         return (self.draw() for _ in range(len(self)))

@@ -93,7 +93,6 @@ class TopAgg(Compressor):
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        """Raises: ValueError if an argument is out of range."""
         check.integer(self, "k", self.k, least=1)
         if self.clip is not None and not (check.is_number(self.clip) and self.clip > 0):
             check.refuse(self, "clip", self.clip, "a number above 0, or None")

@@ -25,14 +25,8 @@ SAMPLE = 4096
 class AveragingPrograms:
     """The programs of a job that averages models, step by step.
 
-    The generators of all ranks run on a small sample model; its bytes are scaled up. Each group
-    waits for all of its members.
-
-    Args:
-        method: the method that averages models.
-        size: bytes of the model.
-        ranks: number of ranks.
-        encoding: the time of encoding and decoding.
+    The generators of all ranks run on a small sample model; its bytes are scaled up to `size`. Each
+    group waits for all of its members.
     """
 
     def __init__(self, method: Averaging, size: float, ranks: int, encoding: Throughput) -> None:
@@ -45,7 +39,6 @@ class AveragingPrograms:
         self._known: dict[Any, Program] = {}
 
     def __iter__(self) -> Iterator[Program]:
-        """Yield the programs of steps 0, 1, ..."""
         ranks = range(1 if self._method.neighbours_only else len(self._infos))
         for step in itertools.count():
             running = [self._start(rank, step) for rank in ranks]

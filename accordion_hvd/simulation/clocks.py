@@ -36,8 +36,6 @@ class Clocks:
     requests of all groups have been answered, as in `engine.step`.
 
     Args:
-        prices: the seconds of operations.
-        ranks: number of ranks.
         backward: part of the compute time that is the backward pass.
         overlap: whether requests are launched during the backward pass.
         speeds: relative speed of each rank, by which compute, encode and decode times are divided.
@@ -55,12 +53,10 @@ class Clocks:
         self._free = np.zeros(ranks)  # when the link of each rank is free
 
     def restart(self, now: float) -> None:
-        """Set all clocks to `now`."""
         self.now, self._free = np.full(self._ranks, now), np.full(self._ranks, now)
 
     @property
     def latest(self) -> float:
-        """Return the largest clock."""
         return float(self.now.max())
 
     def pause(self, seconds: float) -> None:
@@ -69,12 +65,7 @@ class Clocks:
             self.now, self._free = self.now + seconds, self._free + seconds
 
     def advance(self, program: Program, compute: Array) -> Times:
-        """Advance all clocks by one step.
-
-        Args:
-            program: what the ranks do.
-            compute: seconds that each rank computes for a small batch, at speed 1.
-        """
+        """Advance all clocks by a step; `compute`: seconds for a small batch at speed 1."""
         begin, own = self.now, compute * self._slowness
         now = self._operations(program.decisions, begin)
         backward = self._backward * own

@@ -44,7 +44,6 @@ class LogNormal:
     sigma: float = 0.3
 
     def draw(self, ranks: int, steps: int, seed: int) -> Array:
-        """Return the compute times in seconds, (steps, ranks)."""
         normal = np.random.default_rng(seed).standard_normal((steps, ranks))
         return self.seconds * np.exp(self.sigma * normal)
 
@@ -66,7 +65,6 @@ class Stragglers:
     count: int = 2
 
     def draw(self, ranks: int, steps: int, seed: int) -> Array:
-        """Return the compute times in seconds, (steps, ranks)."""
         times = np.full((steps, ranks), self.seconds)
         delayed = np.random.default_rng(seed).integers(0, ranks, (steps, self.count))
         for step, late in enumerate(delayed):
@@ -88,11 +86,7 @@ class Traced:
     path: str | Path
 
     def draw(self, ranks: int, steps: int, seed: int) -> Array:
-        """Return the compute times in seconds, (steps, ranks).
-
-        Raises:
-            ValueError: if the file is no table of finite numbers of at least 0.
-        """
+        """Return the times; ValueError if the file is no table of finite numbers of at least 0."""
         table = np.loadtxt(self.path, ndmin=2)
         if not table.size or not np.isfinite(table).all() or table.min() < 0:
             check.refuse(self, "path", str(self.path), "a table of seconds, at least 0")

@@ -26,19 +26,14 @@ class Throughput:
     rates: Mapping[str, float] = field(default_factory=lambda: {"Dense": math.inf})
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a rate is not above 0."""
         for name, value in (("rate", self.rate), *self.rates.items()):
             check.at_least(self, name, value, least=0)
             if value == 0:
                 check.refuse(self, name, value, "above 0")
 
     def seconds(self, compressor: Compressor, gradient: float, answers: float) -> float:
-        """Return the seconds of one call.
+        """Return the seconds of one call, given the bytes of the gradient and of decoded answers.
 
-        Args:
-            compressor: the compressor.
-            gradient: bytes of the gradient.
-            answers: bytes of the answers that the call decodes; 0 for the first call, which
-                encodes.
+        The first call encodes, and has no answers.
         """
         return (gradient + answers) / self.rates.get(type(compressor).__name__, self.rate)

@@ -40,7 +40,6 @@ class Failures:
     elastic: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ValueError if an argument is not allowed."""
         for name in ("detection", "restart", "commit"):
             check.at_least(self, name, getattr(self, name), least=0)
         check.integer(self, "commit_every", self.commit_every, least=1)

@@ -56,12 +56,7 @@ def falling_norms(steps: int) -> Series:
 
 
 class Given(Evidence):
-    """Evidence whose numbers come from a series instead of tensors.
-
-    Args:
-        evidence: the evidence that the policy declares.
-        series: the numbers.
-    """
+    """Evidence whose numbers come from a series instead of tensors."""
 
     def __init__(self, evidence: Evidence, series: Series) -> None:
         self.key, self.everywhere = evidence.key, evidence.everywhere
@@ -69,7 +64,6 @@ class Given(Evidence):
 
     @property
     def follows(self) -> bool:
-        """Return whether the real evidence follows steps."""
         return self._follows
 
     def suits(self, compressor: Any) -> bool:
@@ -98,17 +92,8 @@ def check_policy(policy: Policy) -> None:
 class GradientPrograms:
     """The programs of a job that averages gradients, step by step.
 
-    Args:
-        policy: the policy; it is copied.
-        gradients: the model's gradients.
-        ranks: number of ranks.
-        hosts: ranks of each host.
-        encoding: the time of encoding and decoding.
-        series: the evidence for the policy's decisions.
-        lr: learning rate of each step.
-
-    Attributes:
-        policy: the copy of the policy, with its decisions so far.
+    `policy` is a copy of the given policy, with its decisions so far; `series` is the evidence for
+    these.
     """
 
     def __init__(
@@ -132,7 +117,6 @@ class GradientPrograms:
         self._members: dict[Any, Members] = {}
 
     def __iter__(self) -> Iterator[Program]:
-        """Yield the programs of steps 0, 1, ..."""
         while True:
             yield self._step()
 
@@ -179,12 +163,9 @@ class GradientPrograms:
     ) -> FusionGroup[Round]:
         """Return a fusion group with its rounds.
 
-        Args:
-            number: number of the group.
-            members: positions of its bucket batches.
-            operations: name of a launch -> its operations.
-            work: seconds of each call of the generators, by bucket batch.
-            ready: part of the backward pass after which each bucket batch is complete.
+        `members` are the positions of its bucket batches, and `operations` those of each launch, by
+        its name. `work`, the seconds of each call of the generators, and `ready` are by bucket
+        batch.
         """
         mark = f".g{number}.r"  # see `engine.step`
         found = {int(n.rpartition(mark)[2]): x for n, x in operations.items() if mark in n}

@@ -265,14 +265,7 @@ class _Kept:
 
 
 class Job:
-    """A run of all steps, with failures.
-
-    Args:
-        settings: the settings.
-        times: compute times in seconds, (steps, ranks).
-        failures: the failures.
-        seed: seed of the failures.
-    """
+    """A run of all steps, with failures; `times` are compute times in seconds, (steps, ranks)."""
 
     def __init__(self, settings: _Settings, times: Array, failures: Failures, seed: int) -> None:
         self._settings, self._times, self._failures = settings, times, failures
@@ -287,7 +280,6 @@ class Job:
         self._happened: list[Failure] = []
 
     def run(self) -> JobOutcome:
-        """Run all steps and return the outcome."""
         while len(self._kept) < len(self._times):
             step, world = len(self._kept), self._world
             program = world.program(step)

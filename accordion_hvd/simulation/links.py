@@ -49,7 +49,6 @@ class Link:
     inside: Link | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError if an argument is not allowed."""
         for name in ("latency", "bandwidth"):
             value: Any = getattr(self, name)
             many = isinstance(value, (Sequence, np.ndarray))
@@ -77,13 +76,7 @@ class Link:
         return self.seconds(ranks, 1, 0.0)
 
     def seconds(self, ranks: Sequence[int], rounds: int, size: float) -> float:
-        """Return the seconds of `rounds` rounds of messages with `size` bytes in total per rank.
-
-        Args:
-            ranks: the ranks that take part, one per host.
-            rounds: number of rounds.
-            size: bytes that each rank sends and receives.
-        """
+        """Return the seconds of rounds in which `ranks`, one per host, each send `size` bytes."""
         if not self._varies:
             return rounds * self.latency + size / self.bandwidth  # type: ignore[operator]
         hosts = np.asarray(ranks) // self.local_size
@@ -91,13 +84,7 @@ class Link:
         return float((rounds * latency[hosts] + size / bandwidth[hosts]).max())
 
     def cost(self, operation: Operation, members: Members, ranks: int) -> Array:
-        """Return the seconds of an operation for each rank; a single number if all are equal.
-
-        Args:
-            operation: kind and bytes of the operation.
-            members: the ranks that take part together.
-            ranks: number of ranks.
-        """
+        """Return the seconds of an operation for each rank; a single number if all are equal."""
         if isinstance(members, Neighbourhood):
             return self._messages(operation.size, members, ranks)
         together = isinstance(members, Everyone)
@@ -118,11 +105,7 @@ class Link:
         return isinstance(self.latency, tuple) or isinstance(self.bandwidth, tuple)
 
     def hosts(self, ranks: int) -> int:
-        """Return the number of hosts.
-
-        Raises:
-            ValueError: if there is not one latency and bandwidth per host.
-        """
+        """Return the number of hosts; ValueError unless each has one latency and bandwidth."""
         hosts = -(-ranks // self.local_size)
         for name, value in (("latency", self.latency), ("bandwidth", self.bandwidth)):
             if isinstance(value, tuple) and len(value) != hosts:
@@ -231,19 +214,13 @@ def moved_bytes(kind: str, size: float, ranks: Any) -> Any:
 
 
 class Prices:
-    """The seconds and bytes of operations on one link, computed once for each operation.
-
-    Args:
-        link: the link of each host.
-        ranks: number of ranks.
-    """
+    """The seconds and bytes of operations on one link, computed once for each operation."""
 
     def __init__(self, link: Link, ranks: int) -> None:
         self._link, self._ranks = link, ranks
         self._known: dict[Any, tuple[Array, float, Members]] = {}
 
     def seconds(self, operation: Operation, members: Members) -> Array:
-        """Return the seconds of an operation for each rank; a single number if all are equal."""
         return self._price(operation, members)[0]
 
     def sent(self, operation: Operation, members: Members) -> float:

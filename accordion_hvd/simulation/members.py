@@ -29,11 +29,9 @@ class Everyone:
     """Every rank waits for all ranks."""
 
     def latest(self, times: Array) -> Array:
-        """Return the largest time."""
         return times.max()
 
     def least(self, times: Array) -> Array:
-        """Return the least time."""
         return times.min()
 
 
@@ -64,12 +62,7 @@ class Partition:
 
 
 class Neighbourhood:
-    """Each rank receives a tensor from its senders, and sends its own to its receivers.
-
-    Args:
-        to: receivers of each rank.
-        of: senders of each rank.
-    """
+    """Each rank receives tensors from its senders, `of`, and sends its own to receivers, `to`."""
 
     def __init__(self, to: Sequence[Sequence[int]], of: Sequence[Sequence[int]]) -> None:
         self.to, self.of = tuple(map(tuple, to)), tuple(map(tuple, of))
@@ -77,21 +70,14 @@ class Neighbourhood:
         self._starts = np.cumsum([0, *[1 + len(of) for of in self.of[:-1]]])
 
     def latest(self, times: Array) -> Array:
-        """Return the largest time of each rank and its senders."""
         return np.maximum.reduceat(times[self._waits], self._starts)
 
     def least(self, times: Array) -> Array:
-        """Return the least time of each rank and its senders."""
         return np.minimum.reduceat(times[self._waits], self._starts)
 
 
 def members_of_requests(requests: Mapping[int, Request], ranks: int) -> Members:
-    """Return the groups of all ranks, given their requests of one kind.
-
-    Args:
-        requests: rank -> its request; ranks without a request wait for no one.
-        ranks: number of ranks.
-    """
+    """Return the groups of all ranks, given their requests of one kind; others wait for no one."""
     neighbours = {r: ask for r, ask in requests.items() if isinstance(ask, Neighbours)}
     if neighbours:
         pairs = [
@@ -108,12 +94,7 @@ def members_of_requests(requests: Mapping[int, Request], ranks: int) -> Members:
 
 
 def members_of(group: tuple[int, ...] | None, ranks: int, hosts: Hosts) -> Members:
-    """Return the groups of all ranks, given that of rank 0.
-
-    Args:
-        group: the ranks that take part with rank 0; None for all ranks.
-        ranks: number of ranks.
-        hosts: ranks of each host.
+    """Return the groups of all ranks, given that of rank 0, or None for all ranks.
 
     Raises:
         ValueError: if the group is neither a host nor the first ranks of all hosts.

@@ -47,7 +47,6 @@ class Hub:
         self.events = 0  # number of tensors sent and fetched so far
 
     def members(self, group: Group) -> tuple[int, ...]:
-        """Return the ranks of a group."""
         return tuple(range(self.ranks)) if group is None else group
 
     def fetch(self, key: Key) -> list[Any]:
@@ -88,8 +87,6 @@ class SimulatedCommunicator(Communicator):
         return (name, group), combine
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
-        """Reduce the tensors of all members, in rank order."""
-
         def combine(parts: list[list[Tensor]]) -> list[Tensor]:
             return [reference.reduce(self.xp, same, op) for same in zip(*parts, strict=True)]
 
@@ -98,11 +95,9 @@ class SimulatedCommunicator(Communicator):
     def allgather(
         self, name: str, tensor: Tensor, group: Group, lengths: Sequence[int] | None = None
     ) -> Any:
-        """Concatenate the tensors of all members, in rank order."""
         return self._put(name, group, self.xp.copy(tensor), self.xp.concat)
 
     def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
-        """Copy the tensor of rank `root`."""
         place = self.hub.members(group).index(root)
         return self._put(
             name, group, self.xp.copy(tensor), lambda parts: self.xp.copy(parts[place])
@@ -111,7 +106,6 @@ class SimulatedCommunicator(Communicator):
     def alltoall(
         self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
     ) -> Any:
-        """Concatenate the parts of all members' tensors that are meant for this rank."""
         members = self.hub.members(group)
         place = members.index(self.rank)
         pieces = reference.deal(self.xp, self.xp.copy(tensor), len(members), splits)
@@ -124,12 +118,10 @@ class SimulatedCommunicator(Communicator):
         return self._put(name, group, pieces, combine)
 
     def poll(self, handle: Any) -> bool:
-        """Return whether all members have sent their tensors."""
         key = handle[0]
         return len(self.hub.sent[key]) == len(self.hub.members(key[1]))
 
     def wait(self, handle: Any) -> Any:
-        """Return the result of the collective."""
         key, combine = handle
         return combine(self.hub.fetch(key))
 

@@ -70,8 +70,6 @@ class Cluster:
     """Hosts and the links between them.
 
     Args:
-        hosts: number of hosts.
-        per_host: ranks per host.
         bandwidth: bytes per second of data on each host's link, in each direction.
         rtt: round-trip time of two hosts in seconds.
         cores: cores of each host that the ranks share.
@@ -86,7 +84,6 @@ class Cluster:
     inside: float = 2e9
 
     def __post_init__(self) -> None:
-        """Raise ValueError if an argument is not allowed."""
         check.integer(self, "hosts", self.hosts, least=1)
         check.integer(self, "per_host", self.per_host, least=1)
         for name in ("bandwidth", "cores", "inside"):
@@ -98,7 +95,6 @@ class Cluster:
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks."""
         return self.hosts * self.per_host
 
     @property
@@ -137,15 +133,10 @@ def predict(
     backward: float = 2 / 3,
     overlap: bool = True,
 ) -> Prediction:
-    """Predict the mean step of a period.
+    """Predict the mean step of a period, given its `Rehearsal.steps`.
 
-    Args:
-        steps: the steps of the period, from `Rehearsal.steps`.
-        compute: seconds of forward and backward pass on a core of its own.
-        cluster: the cluster.
-        engine: the engine.
-        backward: part of `compute` that is the backward pass.
-        overlap: whether gradients are sent during the backward pass.
+    `compute` is the seconds of forward and backward pass on a core of its own, and `backward` the
+    backward pass's part. With `overlap`, gradients are sent during the backward pass.
     """
     link = GlooLink(cluster, engine)
     rank = _Rank(compute, link, backward, overlap)
@@ -164,17 +155,7 @@ def predict(
 
 
 class _Rank:
-    """The training thread of a rank, which is like that of all others.
-
-    Args:
-        compute: seconds of forward and backward pass on a core of its own.
-        link: the link.
-        backward: part of `compute` that is the backward pass.
-        overlap: whether gradients are sent during the backward pass.
-
-    Attributes:
-        now: time at which the last step has ended.
-    """
+    """The training thread of a rank, like that of all others; `now` is the end of its last step."""
 
     def __init__(self, compute: float, link: GlooLink, backward: float, overlap: bool) -> None:
         self._link, self._overlap, self._slowness = link, overlap, link.cluster.slowness
@@ -223,23 +204,14 @@ class _Rank:
 
 
 class GlooLink:
-    """The time of Gloo's operations, and the bytes that hosts send.
-
-    Args:
-        cluster: the cluster.
-        engine: the engine.
-    """
+    """The time of Gloo's operations, and the bytes that hosts send."""
 
     def __init__(self, cluster: Cluster, engine: Engine) -> None:
         self.cluster, self._engine = cluster, engine
         self._cycle = 0.0  # begin of Horovod's next negotiation
 
     def run(self, launches: Sequence[tuple[float, Launch]]) -> list[float]:
-        """Return when each of several launches is complete.
-
-        Args:
-            launches: time and operations of each launch, in the order of time.
-        """
+        """Return when each launch is complete, given all of them and their times, in order."""
         return self._negotiated(launches) if self._engine.negotiates else self._queued(launches)
 
     def _queued(self, launches: Sequence[tuple[float, Launch]]) -> list[float]:
@@ -362,11 +334,8 @@ class GlooLink:
 def wire_seconds(seconds: float, ranks: int, rtt: float) -> float:
     """Return the time in which an allreduce fills the link; the inverse of `GlooLink`.
 
-    Args:
-        seconds: duration of the allreduce, of two segments or fewer per rank, less that of one
-            element.
-        ranks: number of ranks.
-        rtt: round-trip time of two ranks in seconds.
+    `seconds` is the duration of the allreduce, of two segments or fewer per rank, less that of one
+    element.
     """
     trips = (ranks - 1) * rtt
     return max(min(2 * (seconds - trips), seconds + trips - rtt), seconds / 20)

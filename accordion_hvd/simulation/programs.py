@@ -13,12 +13,7 @@ from accordion_hvd.simulation.members import Everyone, Members
 
 @dataclass(frozen=True)
 class Collective:
-    """An operation of all ranks, in groups or among all.
-
-    Attributes:
-        operation: the operation, as rank 0 sees it.
-        members: the ranks that take part together.
-    """
+    """An operation of all ranks (as rank 0 sees it), in groups or among all."""
 
     operation: Operation
     members: Members
@@ -71,7 +66,6 @@ class Program:
     together: Members = Everyone()
 
     def collectives(self) -> Iterable[Collective]:
-        """Yield all operations of the step."""
         yield from self.decisions
         for group in self.groups:
             for round_ in group.rounds:

@@ -34,19 +34,13 @@ Launch = tuple[tuple[Operation, ...], ...]
 
 @dataclass(frozen=True)
 class RehearsedStep:
-    """The work and the operations of a step.
-
-    Attributes:
-        groups: fusion groups, in the order in which they are launched.
-        encode: seconds of encoding.
-    """
+    """Fusion groups of a step, in the order of their launch, and the seconds of encoding."""
 
     groups: tuple[FusionGroup[Launch], ...]
     encode: float
 
     @property
     def operations(self) -> list[Operation]:
-        """Return all operations of the step."""
         launches = [launch for group in self.groups for launch in group.rounds]
         return [operation for launch in launches for chain in launch for operation in chain]
 
@@ -72,7 +66,6 @@ class _LeadingExchange(Exchange):
     """An exchange whose rank 0 leads in each step, if leaders rotate."""
 
     def info(self, entry: BucketState, step: Any = None) -> Info:
-        """Return the `Info` for a bucket's compressor."""
         info, ranks = super().info(entry, step), self.communicator.size
         return replace(info, step=-(-info.step // ranks) * ranks)
 
@@ -82,11 +75,7 @@ class Rehearsal:
 
     Args:
         policy: the policy of one compressor.
-        gradients: the model's tensors.
         values: gradients with values, in the same order.
-        xp: operations of their framework.
-        ranks: number of ranks.
-        local_size: ranks per host.
         native_fp16: whether the engine adds fp16.
         synchronize: waits until the device of the gradients has finished.
 
@@ -117,11 +106,7 @@ class Rehearsal:
         self._exchange.bucket_batches.keep_buffers = True
 
     def steps(self, seconds: float = SECONDS) -> list[RehearsedStep]:
-        """Return each step of the compressor's period, with median times.
-
-        Args:
-            seconds: duration of the measured steps.
-        """
+        """Return each step of the compressor's period, with its median time over `seconds`."""
         exchange = self._exchange
         startup = max((x.compressor.startup_steps for x in exchange.bucket_states), default=0)
         for _ in range(startup + 2):
@@ -138,7 +123,6 @@ class Rehearsal:
         return [self._rehearsed(steps[turn::period]) for turn in range(period)]
 
     def _step(self) -> _Measured:
-        """Run one step."""
         exchange, communicator = self._exchange, self._communicator
         communicator.operations = {}
         exchange.begin()

@@ -157,7 +157,6 @@ class History:
             self._models[step, rank] = model
 
     def outcome(self, times: Array) -> Outcome:
-        """Return the result of the run."""
         steps, means = len(times), self._sums / self._ranks
         variance = self._squares / self._ranks - (means**2).sum(1)
         seconds = float(self._clock.max())
@@ -176,14 +175,8 @@ class _Job:
     """The settings of a run.
 
     Attributes:
-        method: the method that averages models.
         times: compute times in seconds, (steps, ranks).
-        link: latency and bandwidth of the messages.
         factor: factor of the model's bytes in the time of messages.
-        first: the initial model of all ranks.
-        update: the change of a model in a step.
-        lr: the learning rate.
-        history: records the models and clocks.
     """
 
     method: Any
@@ -218,7 +211,6 @@ class SynchronousJob:
         self._now = np.zeros(ranks)
 
     def run(self) -> None:
-        """Run all steps."""
         for step, times in enumerate(self._times):
             self._now += times
             exchanges = []

@@ -144,11 +144,7 @@ EDITS = (
 
 
 def apply_edits(source: Path, edits: Sequence[Edit] = EDITS) -> None:
-    """Apply ``edits`` to the unpacked source, each exactly once.
-
-    Raises:
-        BuildError: if a file does not contain the text to replace exactly once.
-    """
+    """Apply ``edits`` to the unpacked source; BuildError if a text does not occur exactly once."""
     for edit in edits:
         path = source / edit.path
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
@@ -531,17 +527,8 @@ def prepare_open_mpi(prefix: Path) -> None:
 def build(cache: Path, mpi: bool = True, force: bool = False, wheel_only: bool = False) -> Path:
     """Build Horovod, or take its wheel from ``cache``, and install it unless ``wheel_only``.
 
-    Args:
-        cache: folder of wheels and logs.
-        mpi: whether to build with MPI if ``mpicxx`` is found.
-        force: whether to build even if a valid wheel is cached.
-        wheel_only: whether to leave the environment unchanged.
-
-    Returns:
-        The path of the wheel.
-
-    Raises:
-        BuildError: if the build or the installation fails.
+    Returns the path of the wheel. With ``mpi``, it has MPI if ``mpicxx`` is found; ``force``
+    ignores a valid wheel in the cache. Raises BuildError if the build or the installation fails.
     """
     frameworks = framework_versions()
     identity = mpi_identity(build_environment(frameworks, mpi)) if mpi else None
@@ -591,7 +578,6 @@ PROGRAM = "python -m accordion_hvd.tools.build_horovod"
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROGRAM) -> int:
-    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog=prog, description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("--force", action="store_true", help="build even if a wheel is cached")

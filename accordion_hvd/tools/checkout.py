@@ -16,7 +16,6 @@ class Forwarded(click.Command):
     """A command that passes all words on to another parser, --help and -- included."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Take all words as they are."""
         ctx.params["arguments"] = tuple(args)
         return []
 

@@ -23,7 +23,6 @@ class Checkpoint:
     """One checkpoint of a directory.
 
     Attributes:
-        folder: its folder.
         manifest: its manifest; empty if that cannot be read.
         problem: why it cannot be used; empty if it is complete.
     """
@@ -34,11 +33,9 @@ class Checkpoint:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of all files."""
         return sum(path.stat().st_size for path in self.folder.iterdir() if path.is_file())
 
     def row(self) -> list[str]:
-        """Return a row of the list of checkpoints."""
         steps = [str(row.get("steps")) for row in self.manifest.get("exchanges", ())]
         ranks = number_of(self.manifest["ranks"], "rank") if self.manifest else ""
         written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.folder.stat().st_mtime))
@@ -80,11 +77,9 @@ def show(path: Path, quick: bool) -> None:
 
 
 def find(directory: Path, quick: bool) -> list[Checkpoint]:
-    """Return the checkpoints of a directory, newest first.
+    """Return the checkpoints of a `save_state` directory, newest first, or the one in a folder.
 
-    Args:
-        directory: directory of `save_state`, or the folder of a checkpoint.
-        quick: whether to compare the sizes of the ranks' files only, not their checksums.
+    If `quick`, only the sizes of the ranks' files are compared, not their checksums.
     """
     from accordion_hvd.engine import checkpoint_files as files
 
@@ -136,7 +131,6 @@ class Kept:
 
 
 def _described(found: Checkpoint, quick: bool) -> str:
-    """Return the text about the optimizers of a checkpoint."""
     rows, ranks = found.manifest["exchanges"], found.manifest["ranks"]
     parts = [f"{found.folder.name}, written by accordion_hvd {found.manifest['version']}"]
     for number, about in enumerate(rows):
@@ -171,7 +165,6 @@ def _facts(about: dict[str, Any]) -> str:
 
 
 def _layers(about: dict[str, Any], kept: Sequence[Sequence[Kept]]) -> str:
-    """Return a table of the layers."""
     from accordion_hvd.tools.recorded import compressor_at, policy_of
 
     policy, served = policy_of(about["compression"]), about["policy"]["current"]

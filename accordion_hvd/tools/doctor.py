@@ -152,7 +152,6 @@ def _last_line(text: str) -> str:
 
 
 def probe_all() -> dict[str, Outcome]:
-    """Run all probes, two at a time."""
     with ThreadPoolExecutor(2) as pool:
         outcomes = pool.map(run_probe, _PROBES.values())
         return dict(zip(_PROBES, outcomes, strict=True))
@@ -162,7 +161,6 @@ def probe_all() -> dict[str, Outcome]:
 
 
 def check_python() -> Finding:
-    """Check the interpreter and the system."""
     what = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
     if tuple(sys.version_info[:2]) < (3, 10):
         return Finding("Python", FAIL, what, "use Python 3.10 or newer")
@@ -172,7 +170,6 @@ def check_python() -> Finding:
 
 
 def check_numpy(outcome: Outcome) -> Finding:
-    """Check NumPy, which every part of the package needs."""
     version = outcome.facts.get("numpy")
     if version:
         return Finding("NumPy", OK, version)
@@ -180,7 +177,6 @@ def check_numpy(outcome: Outcome) -> Finding:
 
 
 def _missing(module: str, outcome: Outcome) -> str:
-    """Return whether a module is not installed, or installed and broken."""
     installed = importlib.util.find_spec(module) is not None
     return f"cannot be imported: {outcome.error}" if installed else "not installed"
 
@@ -348,20 +344,13 @@ def check_hostname(outcome: Outcome) -> Finding:
 
 
 def usable_cores() -> int:
-    """Return the number of processor cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def check_threads(ranks: int, cores: int, setting: str | None) -> Finding:
-    """Compare the threads of all local ranks with the cores.
-
-    Args:
-        ranks: number of ranks on this host.
-        cores: number of processor cores.
-        setting: value of OMP_NUM_THREADS, if set.
-    """
+    """Compare the threads of all local ranks with the cores; `setting`: OMP_NUM_THREADS, if set."""
     first = (setting or "").split(",")[0].strip()
     threads = int(first) if first.isdigit() and int(first) else cores
     variable = f"OMP_NUM_THREADS={setting}" if setting else "OMP_NUM_THREADS unset"
@@ -380,14 +369,7 @@ TUNABLE = "glibc.malloc.hugetlb=1"
 
 
 def check_memory(tunables: str | None) -> Finding | None:
-    """Check whether large CPU tensors use huge pages.
-
-    Args:
-        tunables: value of GLIBC_TUNABLES, if set.
-
-    Returns:
-        The finding, or None if the system does not report huge pages.
-    """
+    """Check whether CPU tensors use huge pages (`tunables`: GLIBC_TUNABLES); None if unknown."""
     try:
         system = HUGE_PAGES.read_text()
     except OSError:
@@ -451,10 +433,7 @@ def launchers(facts: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
 def launch(title: str, command: Sequence[str], program: str) -> Finding:
     """Start two ranks that add (1, 1, 1) and (2, 2, 2), and check that both receive (3, 3, 3).
 
-    Args:
-        title: name of the launcher.
-        command: launcher's words before those of the program.
-        program: `torch` or `tensorflow` for Horovod's functions, or `torchrun` for PyTorch's.
+    `program` is `torch` or `tensorflow` for Horovod's functions, or `torchrun` for PyTorch's.
     """
     env = {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1", **_AS_ROOT, **os.environ}
     env.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
@@ -487,12 +466,7 @@ class Report:
 
 
 def examine(ranks: int, really_launch: bool) -> Report:
-    """Check everything.
-
-    Args:
-        ranks: number of ranks on this host.
-        really_launch: whether to start two ranks with each launcher.
-    """
+    """Check everything; if `really_launch`, start two ranks with each launcher, too."""
     outcomes = probe_all()
     torch, tensorflow = outcomes["torch"], outcomes["tensorflow"]
     has = {"torch": "torch" in torch.facts, "tensorflow": "tensorflow" in tensorflow.facts}
@@ -536,7 +510,6 @@ def examine(ranks: int, really_launch: bool) -> Report:
 
 
 def render(report: Report) -> str:
-    """Return the report as aligned lines of text."""
     width = max(len(finding.name) for finding in report.findings)
     lines = []
     for finding in report.findings:

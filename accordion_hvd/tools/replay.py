@@ -106,11 +106,7 @@ def _pattern(layer: str) -> Callable[[Row], bool]:
 
 # ---------------------------------------------------------------------------------------- reading
 def read(path: Path) -> list[History]:
-    """Return the decisions of each optimizer that a file or a folder has.
-
-    Raises:
-        ClickException: if it has none.
-    """
+    """Return each optimizer's decisions in a file or folder; ClickException if there are none."""
     from accordion_hvd.engine.ledger import files as ledgers
 
     places = ledgers.ledgers(path) if path.is_dir() else [path]
@@ -141,7 +137,6 @@ def _manifest(directory: Path) -> Path:
 
 
 def _histories(place: Path, content: Any) -> list[History]:
-    """Return the decisions in the content of a file."""
     if isinstance(content, list):
         return [_history(place, content)]
     if "exchanges" in content:  # a manifest
@@ -173,7 +168,6 @@ def _of(history: History) -> str:
 
 
 def _summary(history: History, number: int, count: int) -> str:
-    """Return a sentence about all decisions."""
     rows = history.rows
     place = f"{history.place}, optimizer {number} of {count}" if count > 1 else str(history.place)
     layers = len({row["name"] for row in rows} - set(WHOLE))

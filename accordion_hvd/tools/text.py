@@ -16,12 +16,7 @@ class Misuse(click.ClickException):
 
 
 def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """Return rows of cells as a table.
-
-    Args:
-        rows: the header and the rows.
-        left: numbers of the columns that are aligned to the left; the others are numbers.
-    """
+    """Return the header and the rows as a table; all columns but `left` are numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

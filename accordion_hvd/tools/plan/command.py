@@ -19,18 +19,12 @@ if TYPE_CHECKING:
 
 
 class Quantity(click.ParamType):
-    """A rate or a time.
-
-    Args:
-        name: name of the type in help texts.
-        parse: function that returns the number, or raises ValueError.
-    """
+    """A rate or a time; `parse` returns the number, or raises ValueError."""
 
     def __init__(self, name: str, parse: Any) -> None:
         self.name, self._parse = name, parse
 
     def convert(self, value: Any, parameter: Any, context: Any) -> Any:
-        """Return the number."""
         try:
             return self._parse(value)
         except ValueError as error:
@@ -151,7 +145,6 @@ def busy(cluster: Cluster) -> int:
 
 
 def threads(cluster: Cluster) -> int:
-    """Return the threads of a rank."""
     known = os.environ.get("OMP_NUM_THREADS", "")
     return int(known) if known.isdigit() else max(1, int(cluster.cores / cluster.per_host))
 

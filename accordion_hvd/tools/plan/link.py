@@ -31,10 +31,7 @@ def prints() -> bool:
 
 
 def measured(engine: str | None) -> tuple[Cluster, str]:
-    """Return the cluster of this launch, and its engine; collective.
-
-    Args:
-        engine: engine that carries gradients; None for that of the launcher.
+    """Return the cluster of this launch, and its engine, by default the launcher's; collective.
 
     Raises:
         ValueError: if this process is no rank of a launch.

@@ -40,7 +40,6 @@ class Model:
     Attributes:
         gradients: the tensors in the order in which their gradients become ready.
         values: gradients with values, in the same order.
-        xp: operations of the framework.
         compute: seconds of a step without an exchange.
         backward: part of the step that is the backward pass.
         overlap: whether gradients are sent during the backward pass.
@@ -62,11 +61,7 @@ class Model:
 
 
 def load(word: str) -> Callable[[], Any]:
-    """Return the function that "FILE.py:FUNCTION" or "MODULE:FUNCTION" names.
-
-    Raises:
-        ValueError: if there is no such function.
-    """
+    """Return the function "FILE.py:FUNCTION" or "MODULE:FUNCTION"; ValueError if there is none."""
     place, colon, name = word.rpartition(":")
     if not (place and colon and name):
         raise ValueError(f"--model is {word!r}, but must be FILE.py:FUNCTION or MODULE:FUNCTION.")
@@ -94,11 +89,7 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def build(word: str) -> tuple[Any, Callable[[], Any] | None]:
-    """Call the function that `word` names; return the model and its step.
-
-    Raises:
-        ValueError: if the function does not return a model, or a model and a step.
-    """
+    """Call what `word` names; return its model and step; ValueError if it returns anything else."""
     made = load(word)()
     model, step = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not (hasattr(model, "named_parameters") or hasattr(model, "trainable_variables")):
@@ -112,15 +103,10 @@ def build(word: str) -> tuple[Any, Callable[[], Any] | None]:
 
 
 def measure(word: str, compute: float | None, threads: int) -> Model:
-    """Return the model that `word` names, with its measured step.
+    """Return the model that `word` names, with its step, which is measured if `compute` is None.
 
-    Args:
-        word: FILE.py:FUNCTION or MODULE:FUNCTION.
-        compute: seconds of a step without an exchange; None to measure them.
-        threads: threads of a rank, in PyTorch.
-
-    Raises:
-        ValueError: if the model cannot be built, or has no step and `compute` is None.
+    Raises ValueError if the model cannot be built, or has no step to measure. `threads` are those
+    of a rank, in PyTorch.
     """
     _set_threads(threads)
     model, step = build(word)

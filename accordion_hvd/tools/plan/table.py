@@ -63,12 +63,6 @@ def rehearse(
 ) -> list[RehearsedStep]:
     """Measure the work of a configuration on this machine; return its steps.
 
-    Args:
-        model: the model.
-        configuration: spec string.
-        cluster: the cluster.
-        engine: key of `ENGINES`.
-
     Raises:
         ValueError: if the configuration is no compressor, or does not support the model.
     """
@@ -83,15 +77,7 @@ def rehearse(
 def row(
     model: Model, configuration: str, steps: Sequence[RehearsedStep], cluster: Cluster, engine: str
 ) -> Row:
-    """Return the predicted cost of a configuration.
-
-    Args:
-        model: the model.
-        configuration: spec string.
-        steps: the result of `rehearse`.
-        cluster: the cluster.
-        engine: key of `ENGINES`.
-    """
+    """Return the predicted cost of a configuration, given the result of `rehearse`."""
     found = predict(steps, model.compute, cluster, ENGINES[engine], model.backward, model.overlap)
     return Row(configuration, found.seconds, found.compute, found.work, found.exposed, found.sent)
 
@@ -114,12 +100,7 @@ def verdict(rows: Sequence[Row]) -> str:
 
 
 def text(rows: Sequence[Row], price: float | None = None) -> str:
-    """Return the table, fastest first.
-
-    Args:
-        rows: the rows.
-        price: price of an hour of the job; adds a column.
-    """
+    """Return the table, fastest first; the `price` of an hour of the job adds a column."""
     head = ["configuration", "ms/step", "compute", "encode, decode", "wait", "MB/step", "GB/hour"]
     if price is not None:
         head.append("1000 steps")
@@ -135,7 +116,6 @@ def text(rows: Sequence[Row], price: float | None = None) -> str:
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the rows for JSON."""
     return [{**asdict(row), "per_hour": row.per_hour} for row in rows]
 
 
