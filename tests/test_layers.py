@@ -67,5 +67,5 @@ def test_mistakes_are_noticed(file: str, mistake: str, broken: str, tmp_path: Pa
 
 
 def test_the_top_of_the_package_is_short() -> None:
-    no_layers = {"__pycache__", "py.typed", "__init__.pyi", "keras.py"}
+    no_layers = {"__pycache__", "py.typed", "keras.py"}
     assert len({path.name for path in PACKAGE.iterdir()} - no_layers) <= MOST

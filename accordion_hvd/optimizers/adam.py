@@ -12,7 +12,7 @@ from accordion_hvd.optimizers.base import UpdateRule, check_betas, check_eps, co
 
 @dataclass(frozen=True)
 class Adam(UpdateRule):
-    """Adam on the mean of the ranks' gradients: dense stage and baseline of the other optimizers.
+    """Adam on the mean of the ranks' gradients: dense stage and baseline of other optimizers.
 
     Ranks average their gradients exactly. With the mean gradient g:
 

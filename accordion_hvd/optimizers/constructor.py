@@ -1,35 +1,29 @@
-"""The signature of a compressed optimizer, from its framework's arguments and its update rule's."""
+"""How the classes of compressed optimizers get their update rules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from inspect import Parameter, Signature, signature
+from collections.abc import Callable
+from inspect import Signature, signature
 from typing import Any
 
+from accordion_hvd.optimizers.base import UpdateRule
 
-def constructor(
-    common: Callable[..., Any], own: Iterable[Parameter], optional: Sequence[str] = ()
-) -> Signature:
-    """Return the signature of an optimizer of a framework.
+
+def give(kind: Any, rule: type[UpdateRule], common: Callable[..., Any]) -> None:
+    """Make a class of a framework the optimizer of an update rule.
+
+    The constructor in the class is only a signature, for type checkers and readers: it is removed,
+    and the class inherits one that takes all arguments.
 
     Args:
-        common: constructor of all optimizers of the framework. Its `**` argument stands for `own`.
-        own: arguments of the update rule; keywords in the result.
-        optional: arguments of `common` that only some rules have. Their defaults are the rule's.
+        kind: the class. Its constructor has an argument for each of the rule, and `**options`.
+        rule: the update rule, whose documentation the class gets.
+        common: function with the keyword arguments that `**options` stands for, with defaults.
     """
-    rule = {parameter.name: parameter for parameter in own}
-    positional, keywords = [], []
-    lacking = False
-    for parameter in list(signature(common).parameters.values())[1:]:  # without self
-        if parameter.kind is Parameter.VAR_KEYWORD:
-            continue
-        if parameter.name in optional and parameter.name not in rule:
-            lacking = True  # the arguments that follow have other positions in `common`
-            continue
-        parameter = rule.pop(parameter.name, parameter).replace(kind=parameter.kind)
-        if lacking or parameter.kind is Parameter.KEYWORD_ONLY:
-            keywords.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
-        else:
-            positional.append(parameter)
-    named = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in rule.values()]
-    return Signature([*positional, *named, *keywords])
+    own = [*signature(kind.__init__).parameters.values()][1:-1]  # without self and **options
+    shared = [p for p in signature(common).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    kind.__signature__ = Signature([*own, *shared])
+    note = "See `CompressedOptimizer` for arguments that all of them take."
+    kind.__doc__ = f"{rule.__doc__}\n\n{note}"
+    kind._rule = rule
+    del kind.__init__

@@ -20,7 +20,7 @@ EXACT, SIGNS, LOCAL, SYNC, FIRST = range(5)
 
 @dataclass(frozen=True)
 class ZeroOneAdam(Adam):
-    """0/1 Adam: variance updates become rare, then ranks take local steps between synchronizations.
+    """0/1 Adam: variance updates become rare, and later ranks take local steps between averages.
 
     Until step `var_freeze_step` ranks average gradients at every step and update m:
 

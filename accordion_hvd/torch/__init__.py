@@ -40,7 +40,7 @@ _OURS = {
     "load_state": load_state,
     "save_state": save_state,
     "shutdown": shutdown,
-    **compressed.NATIVE,
+    **{name: getattr(compressed, name) for name in compressed.__all__},
 }
 
 if TYPE_CHECKING:  # `__getattr__` returns more names, without types

@@ -12,20 +12,19 @@ accumulate, clip and unscale them as with any optimizer. All communication takes
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, TypeAlias, cast
+from typing import Any, ClassVar, TypeAlias, TypedDict, cast
 
 import torch
 
-from accordion_hvd import check, optimizers
+from accordion_hvd import check
 from accordion_hvd.comm.communicator import ProcessSet
 from accordion_hvd.core.base import Allreduce, ExchangeGenerator
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.guard import Guard, Mode
 from accordion_hvd.optimizers import UpdateRule
-from accordion_hvd.optimizers.constructor import constructor
+from accordion_hvd.optimizers.constructor import give
 from accordion_hvd.policies import Policy
 from accordion_hvd.resolve import staged
 from accordion_hvd.torch import validation
@@ -36,6 +35,19 @@ from accordion_hvd.torch.reducer import Reducer
 Parameters: TypeAlias = (
     Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 )
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of all compressed optimizers."""
+
+    decoupled_weight_decay: bool | None
+    max_grad_norm: float | None
+    policy: Policy | None
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+    process_set: ProcessSet | None
+    skip: Sequence[str]
+    guard: Mode | None
+    guard_every: int | None
 
 
 class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
@@ -121,10 +133,12 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         validation.check_parameters(names)
         self._set_up(names, options)
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Let `inspect.signature` read the constructor of a subclass that has its own."""
+    def __init_subclass__(cls, rule: type[UpdateRule] | None = None, **options: Any) -> None:
+        """Give a class its rule; let `inspect.signature` read other subclasses' constructors."""
         super().__init_subclass__(**options)
-        if "__init__" in vars(cls):
+        if rule is not None:
+            give(cls, rule, CompressedOptimizer.__init__)
+        elif "__init__" in vars(cls):
             cls.__signature__ = None  # type: ignore[attr-defined]
 
     def _own_names(self) -> list[tuple[str, torch.Tensor]] | None:
@@ -299,16 +313,3 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
 def _mean(tensor: torch.Tensor) -> ExchangeGenerator:
     result = yield Allreduce(tensor)
     return result  # type: ignore[return-value]
-
-
-def from_rule(name: str, module: str) -> type[CompressedOptimizer]:
-    """Return the optimizer, a class of `module`, of a rule in `accordion_hvd.optimizers`.
-
-    `inspect.signature` shows the rule's arguments, too.
-    """
-    rule = getattr(optimizers, name)
-    text = f"{rule.__doc__}\n\nSee `CompressedOptimizer` for arguments that all of them take."
-    own = inspect.signature(rule).parameters.values()
-    signature = constructor(CompressedOptimizer.__init__, own, ("betas", "eps"))
-    contents = {"_rule": rule, "__doc__": text, "__module__": module, "__signature__": signature}
-    return type(name, (CompressedOptimizer,), contents)

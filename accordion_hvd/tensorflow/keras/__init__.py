@@ -38,7 +38,7 @@ _OURS = {
     "load_model": load_model,
     "load_state": load_state,
     "save_state": save_state,
-    **compressed.NATIVE,
+    **{name: getattr(compressed, name) for name in compressed.__all__},
 }
 if TYPE_CHECKING:  # `__getattr__` returns more names, without types
     __all__ = [

@@ -11,27 +11,29 @@ Do not wrap it in `DistributedOptimizer`.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from accordion_hvd import check, optimizers
+from accordion_hvd import check
 from accordion_hvd.comm.communicator import ProcessSet
 from accordion_hvd.comm.horovod.tensorflow import hvd
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.guard import Guard, Mode
 from accordion_hvd.optimizers import UpdateRule
-from accordion_hvd.optimizers.constructor import constructor
+from accordion_hvd.optimizers.constructor import give
 from accordion_hvd.policies import Policy
 from accordion_hvd.resolve import staged
 from accordion_hvd.tensorflow import validation
 from accordion_hvd.tensorflow.keras.optimizer import Settings, _Distributed, wrap
 from accordion_hvd.tensorflow.variables import key_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # Python 3.10's typing lacks it
 
 UNDECAYED = "undecayed"
 """Group of the variables in `exclude_from_weight_decay`, for rules that apply weight decay."""
@@ -133,6 +135,26 @@ class _Ruled(_Distributed):
         self._averager.adopt(saved)
 
 
+class Options(TypedDict, total=False):
+    """The keyword arguments of all compressed optimizers."""
+
+    weight_decay: float | None
+    clipnorm: float | None
+    clipvalue: float | None
+    global_clipnorm: float | None
+    use_ema: bool
+    ema_momentum: float
+    ema_overwrite_frequency: int | None
+    loss_scale_factor: float | None
+    gradient_accumulation_steps: int | None
+    name: str | None
+    policy: Policy | None
+    process_set: ProcessSet | None
+    skip: Sequence[str]
+    guard: Mode | None
+    guard_every: int | None
+
+
 class CompressedOptimizer(_Ruled, Directions):
     """Base class of optimizers whose ranks exchange quantities other than gradients.
 
@@ -178,13 +200,16 @@ class CompressedOptimizer(_Ruled, Directions):
 
     _rule: ClassVar[type[UpdateRule]]
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Let `inspect.signature` read the constructor of a subclass that has its own."""
+    def __init_subclass__(cls, rule: type[UpdateRule] | None = None, **options: Any) -> None:
+        """Give a class its rule; let `inspect.signature` read other subclasses' constructors."""
         super().__init_subclass__(**options)
-        if "__init__" in vars(cls):
+        if rule is not None:
+            give(cls, rule, cls._parse_arguments)
+            keras.saving.register_keras_serializable("accordion_hvd")(cls)
+        elif "__init__" in vars(cls):
             cls.__signature__ = None  # type: ignore[attr-defined]
 
-    def __new__(cls, *args: Any, **options: Any) -> Any:
+    def __new__(cls, *args: Any, **options: Any) -> Self:
         """Create the optimizer; under mixed_float16, create a `LossScaleOptimizer` instead."""
         if keras.config.dtype_policy().name != "mixed_float16":
             return super().__new__(cls)
@@ -273,32 +298,3 @@ def _to_keras(rule: Any) -> dict[str, Any]:
     if "eps" in config:
         config["epsilon"] = config.pop("eps")
     return config
-
-
-def _own_arguments(rule: Any) -> list[inspect.Parameter]:
-    """Return the arguments of a rule by Keras' names."""
-    found = []
-    for parameter in inspect.signature(rule).parameters.values():
-        if parameter.name == "betas":
-            found += [
-                parameter.replace(name=name, default=beta, annotation="float")
-                for name, beta in zip(("beta_1", "beta_2"), parameter.default, strict=True)
-            ]
-        else:
-            name = "epsilon" if parameter.name == "eps" else parameter.name
-            found.append(parameter.replace(name=name))
-    return found
-
-
-def from_rule(name: str, module: str) -> type[CompressedOptimizer]:
-    """Return the optimizer, a class of `module`, of a rule in `accordion_hvd.optimizers`.
-
-    `inspect.signature` shows the rule's arguments, too.
-    """
-    rule = getattr(optimizers, name)
-    text = f"{rule.__doc__}\n\nSee `CompressedOptimizer` for arguments that all of them take."
-    common = CompressedOptimizer._parse_arguments.__func__  # type: ignore[attr-defined]
-    signature = constructor(common, _own_arguments(rule))
-    contents = {"_rule": rule, "__doc__": text, "__module__": module, "__signature__": signature}
-    kind = type(name, (CompressedOptimizer,), contents)
-    return keras.saving.register_keras_serializable("accordion_hvd")(kind)
