@@ -283,7 +283,7 @@ def communicator_of(wanted: str | Communicator) -> Communicator:
     if isinstance(wanted, Communicator):
         return wanted
     check.one_of("FeatureStore", "communicator", wanted, FRAMEWORKS)
-    module = importlib.import_module(f"accordion_hvd.{wanted}.communicator")
+    module = importlib.import_module(f"accordion_hvd.comm.horovod.{wanted}")
     return module.HorovodCommunicator()
 
 
