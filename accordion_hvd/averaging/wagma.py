@@ -150,16 +150,6 @@ def _compressed_mean(
     return mean, compressor.residual(state), compressor.deactivate(state)
 
 
-def weight(members: int, on_time: bool) -> float:
-    """Return the factor of a rank's sum of models.
-
-    The sum contains the models of the group's members; the factor is 1 / `members` if this rank's
-    newest model is among them. For a late rank, the sum also contains its newest model, and the
-    factor is 1 / (`members` + 1).
-    """
-    return 1 / members if on_time else 1 / (members + 1)
-
-
 @functools.lru_cache(maxsize=64)
 def _schedule(owner: Any, size: int) -> Groups:
     chosen = default_size(size) if owner.group_size is None else owner.group_size
