@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -295,3 +296,39 @@ class BatchState:
         """Restore the policy's evidence to its value before the current step."""
         if self.before is not None:
             self.evidence, self.before = self.before, None
+
+
+def drifting(entries: Sequence[BucketState]) -> list[BucketState]:
+    """Return the bucket states with compressors that let weights differ between ranks."""
+    plain = Compressor.synchronous
+    return [entry for entry in entries if type(entry.compressor).synchronous is not plain]
+
+
+def span(entries: Sequence[BucketState], counted: int) -> int:
+    """Return how many exchanges ago the weights were equal before; 0 if they differ now.
+
+    Skipped exchanges do not count. The number is 1 if no compressor lets weights differ. It depends
+    only on the numbers of exchanges, so it is equal on all ranks.
+    """
+    states = drifting(entries)
+
+    def equal(back: int) -> bool:
+        served = ((s.compressor, counted - s.served_from - back) for s in states)
+        return all(compressor.synchronous(max(count, 0)) for compressor, count in served)
+
+    if not states:
+        return 1
+    return next(n for n in itertools.count(1) if equal(n)) if equal(0) else 0
+
+
+def reports(entries: Sequence[BucketState]) -> dict[str, dict[str, float]]:
+    """Return the reports of the compressors (`Compressor.report`) by bucket, without empty ones."""
+    found = {entry.bucket.name: entry.compressor.report(entry.state or {}) for entry in entries}
+    return {
+        entry.bucket.name: {
+            key: float(entry.spec.xp.to_numpy(x).reshape(-1)[0])
+            for key, x in found[entry.bucket.name].items()
+        }
+        for entry in entries
+        if found[entry.bucket.name]
+    }

@@ -6,37 +6,12 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from accordion_hvd.engine import checkpoint
-from accordion_hvd.engine.rank_changes import Gather, Group
+from accordion_hvd.engine.rank_changes import Group
 
 logger = logging.getLogger(__name__)
-
-
-class Member(Protocol):
-    """An averager whose state follows the ranks of an elastic job."""
-
-    def commit(self) -> None:
-        """Copy the state."""
-
-    def committed_norm(self) -> float:
-        """Return the norm of the residuals that the last commit holds."""
-
-    def roll_back(self) -> None:
-        """Return to the last commit."""
-
-    def hand_over(self, gather: Gather) -> None:
-        """Give every rank an equal part of the per-rank state; collective."""
-
-    def ranks_changed(self) -> None:
-        """Connect to the present ranks."""
-
-    def prepare_regroup(self, gather: Gather, leader: int) -> None:
-        """Prepare the weights for a broadcast from the leader; collective."""
-
-    def regroup(self, gather: Gather, leader: int) -> Group | None:
-        """Take over the leader's state and a part of the per-rank state; collective."""
 
 
 class FollowsRanks:

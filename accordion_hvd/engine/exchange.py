@@ -12,15 +12,14 @@ from typing import Any
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.engine import gain
-from accordion_hvd.engine.accounting import Accounts, reports
 from accordion_hvd.engine.bucket_batches import BucketBatches
-from accordion_hvd.engine.bucket_state import BatchState, BucketState
+from accordion_hvd.engine.bucket_state import BatchState, BucketState, reports
 from accordion_hvd.engine.buckets import TensorInfo, make_buckets
 from accordion_hvd.engine.decisions import Decisions
 from accordion_hvd.engine.evidence_collector import EvidenceCollector
 from accordion_hvd.engine.ledger import Ledger
 from accordion_hvd.engine.saved_state import SavedState
-from accordion_hvd.engine.step import Step
+from accordion_hvd.engine.step import Accounts, Step
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.policies.advice import Advice
 from accordion_hvd.policies.base import Policy

@@ -18,7 +18,7 @@ from accordion_hvd.comm import fp16_reduction, hosts, tcp
 from accordion_hvd.comm.agreement import require_agreement
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Tensor
-from accordion_hvd.engine import checkpoint, drift, rank_changes
+from accordion_hvd.engine import bucket_state, checkpoint, rank_changes
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange, usual_gains
 from accordion_hvd.engine.guard import Guard
@@ -335,9 +335,9 @@ class GradientAverager(abc.ABC, Generic[E]):
         """Return whether the guard schedules a comparison for a step since the last one.
 
         Comparisons are delayed while models are averaged, and while an algorithm lets weights
-        differ for some steps (`drift.span` is 0).
+        differ for some steps (`bucket_state.span` is 0).
         """
-        if not drift.span(self.exchange.bucket_states, self.exchange.counted):
+        if not bucket_state.span(self.exchange.bucket_states, self.exchange.counted):
             return False
         due = any(self.guard.due(earlier) for earlier in range(self._compared + 1, step + 1))
         self._compared = step

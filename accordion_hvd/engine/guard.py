@@ -63,8 +63,8 @@ class Guard:
 
         Args:
             span: number of exchanges, up to and including this one, since the replicas were last
-                equal (`drift.span`). Where weights differ between ranks for some steps, a check
-                waits until they are equal again.
+                equal (`bucket_state.span`). Where weights differ between ranks for some steps, a
+                check waits until they are equal again.
         """
         scheduled = (n in EARLY or n % self.every == 0 for n in range(step - span + 1, step + 1))
         return self.mode != "off" and any(scheduled)

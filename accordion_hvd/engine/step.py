@@ -9,6 +9,7 @@ of some rank was not finite.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -317,3 +318,38 @@ def _payload(request: Request) -> int:
     if isinstance(request, Allgather) and request.uneven:
         return 0
     return size_of(request.tensor, request.wire if isinstance(request, Allreduce) else None)
+
+
+class Accounts:
+    """Bytes and seconds of this rank since the start of training.
+
+    Attributes:
+        dense_bytes: bytes of the uncompressed gradients of all steps.
+        seconds: seconds spent in encoding, waiting and decoding, by these names.
+        each_step: bytes of the uncompressed gradients of one step.
+    """
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+        self.dense_bytes = self.each_step = 0.0
+        self.seconds = {"encode": 0.0, "wait": 0.0, "decode": 0.0}
+
+    def count(self, step: Step) -> None:
+        self.traffic.add(step.traffic)
+        self.dense_bytes += self.each_step
+        for key, value in step.seconds.items():
+            self.seconds[key] += value
+
+    def stats(self, ranks: int) -> dict[str, Any]:
+        """Return the entries of `Exchange.stats` about bytes and seconds."""
+        dense_sent, sent = 2 * (ranks - 1) / ranks * self.dense_bytes, self.traffic.sent
+        return {
+            "dense": self.dense_bytes,
+            "dense_sent": dense_sent,
+            "payload": self.traffic.payload,
+            "sent": sent,
+            "received": self.traffic.received,
+            "between": sent - self.traffic.within,
+            "ratio": dense_sent / sent if sent else math.nan,
+            "seconds": dict(self.seconds),
+        }

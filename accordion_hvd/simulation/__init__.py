@@ -4,8 +4,13 @@
 with averaging methods, in virtual time. `job` computes the time of whole jobs without training.
 """
 
-from accordion_hvd.simulation.compute_times import Constant, LogNormal, Stragglers, Traced
-from accordion_hvd.simulation.encoding import Throughput
+from accordion_hvd.simulation.compute_times import (
+    Constant,
+    LogNormal,
+    Stragglers,
+    Throughput,
+    Traced,
+)
 from accordion_hvd.simulation.failures import Failures
 from accordion_hvd.simulation.job import JobOutcome, simulate_job
 from accordion_hvd.simulation.links import Link

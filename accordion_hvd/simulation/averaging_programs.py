@@ -14,7 +14,7 @@ from accordion_hvd.core.base import Info, Neighbours, Request
 from accordion_hvd.core.running import Running
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.ops.random import normal
-from accordion_hvd.simulation.encoding import Throughput
+from accordion_hvd.simulation.compute_times import Throughput
 from accordion_hvd.simulation.members import Everyone, members_of_requests
 from accordion_hvd.simulation.programs import Collective, FusionGroup, Program, Round
 

@@ -6,12 +6,15 @@ simulation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from accordion_hvd import check
+from accordion_hvd.core.base import Compressor
 
 Array = np.ndarray
 
@@ -94,3 +97,32 @@ class Traced:
         columns = rng.permutation(np.arange(ranks) % table.shape[1])
         rows = (np.arange(steps)[:, None] + rng.integers(0, len(table), ranks)) % len(table)
         return table[rows, columns]
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Encoding and decoding at constant rates.
+
+    A compressor reads the gradient once before its first requests and once after each answer. It
+    also reads each answer once: after an allgather, the tensors of all ranks.
+
+    Args:
+        rate: bytes per second that a compressor reads.
+        rates: rates of single compressors, by class name. `Dense` takes no time by default.
+    """
+
+    rate: float = math.inf
+    rates: Mapping[str, float] = field(default_factory=lambda: {"Dense": math.inf})
+
+    def __post_init__(self) -> None:
+        for name, value in (("rate", self.rate), *self.rates.items()):
+            check.at_least(self, name, value, least=0)
+            if value == 0:
+                check.refuse(self, name, value, "above 0")
+
+    def seconds(self, compressor: Compressor, gradient: float, answers: float) -> float:
+        """Return the seconds of one call, given the bytes of the gradient and of decoded answers.
+
+        The first call encodes, and has no answers.
+        """
+        return (gradient + answers) / self.rates.get(type(compressor).__name__, self.rate)

@@ -27,7 +27,7 @@ from accordion_hvd.ops.random import normal
 from accordion_hvd.policies.alternation import Alternation
 from accordion_hvd.policies.base import Policy
 from accordion_hvd.policies.evidence import Evidence, Reading
-from accordion_hvd.simulation.encoding import Throughput
+from accordion_hvd.simulation.compute_times import Throughput
 from accordion_hvd.simulation.members import Members, members_of
 from accordion_hvd.simulation.programs import Collective, FusionGroup, Program, Round
 

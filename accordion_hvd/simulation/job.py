@@ -30,8 +30,7 @@ from accordion_hvd.policies.decision import Decision
 from accordion_hvd.resolve import resolve
 from accordion_hvd.simulation.averaging_programs import AveragingPrograms
 from accordion_hvd.simulation.clocks import PARTS, Clocks, Times
-from accordion_hvd.simulation.compute_times import Constant
-from accordion_hvd.simulation.encoding import Throughput
+from accordion_hvd.simulation.compute_times import Constant, Throughput
 from accordion_hvd.simulation.failures import Failure, Failures
 from accordion_hvd.simulation.gradient_programs import (
     GradientPrograms,

@@ -13,7 +13,6 @@ from accordion_hvd.comm.recording import Operation
 from accordion_hvd.simulation.members import Everyone, Members, Neighbourhood, Partition
 
 Array = np.ndarray
-Numbers = float | tuple[float, ...]
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,45 @@ Modules of its commands import what they need when they run, so that help and co
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
+from click.shell_completion import get_completion_class
 
 import accordion_hvd
-from accordion_hvd.tools import checkout
 from accordion_hvd.tools.checkpoints import checkpoint
-from accordion_hvd.tools.completion import NAME, completion
 from accordion_hvd.tools.plan.command import plan
 from accordion_hvd.tools.replay import replay
+from accordion_hvd.tools.text import Misuse
+
+NAME = "accordion-hvd"
+_COMPLETION = f"""Print the script that completes the words of this command in SHELL.
+
+Save the output as one of these files, and start a new shell:
+
+\b
+bash  ~/.local/share/bash-completion/completions/{NAME}
+zsh   _{NAME} in a folder of $fpath
+fish  ~/.config/fish/completions/{NAME}.fish
+"""
+_SCRIPTS = {
+    "demo": "Train on digits with four workers (checkout).",
+    "bench": "Time steps against plain Horovod (checkout).",
+    "netbench": "Train on limited links (checkout; root).",
+}
+"""Scripts of a checkout that are commands, too -> their help."""
+
+
+class Forwarded(click.Command):
+    """A command that passes all words on to another parser, --help and -- included."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.params["arguments"] = tuple(args)
+        return []
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -28,7 +56,7 @@ def main() -> None:
     """
 
 
-@main.command("doctor", cls=checkout.Forwarded)
+@main.command("doctor", cls=Forwarded)
 def _doctor(arguments: tuple[str, ...]) -> None:
     """Check the installation, and say how to repair it."""
     from accordion_hvd.tools import doctor
@@ -36,7 +64,7 @@ def _doctor(arguments: tuple[str, ...]) -> None:
     sys.exit(doctor.main(arguments, f"{NAME} doctor"))
 
 
-@main.command("build-horovod", cls=checkout.Forwarded)
+@main.command("build-horovod", cls=Forwarded)
 def _build_horovod(arguments: tuple[str, ...]) -> None:
     """Compile and install Horovod for these frameworks."""
     from accordion_hvd.tools import build_horovod
@@ -64,16 +92,36 @@ def receipt(folder: Path) -> None:
         raise click.ClickException(str(error)) from None
 
 
-for _command in (
-    plan,
-    checkpoint,
-    replay,
-    completion,
-    checkout.demo,
-    checkout.bench,
-    checkout.netbench,
-):
+@main.command(help=_COMPLETION, short_help="Print the script of a shell's completion.")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(context: click.Context, shell: str) -> None:
+    """Print the script of a shell."""
+    found = get_completion_class(shell)
+    assert found is not None
+    variable = f"_{NAME}_complete".replace("-", "_").upper()
+    click.echo(found(context.find_root().command, {}, NAME, variable).source())
+
+
+def run(name: str, arguments: Sequence[str]) -> None:
+    """Replace this process by one that runs a checkout's `scripts/NAME.py` with these arguments."""
+    folders = [Path.cwd(), Path(accordion_hvd.__file__).resolve().parents[1]]
+    for folder in folders:
+        script = folder / "scripts" / f"{name}.py"
+        if script.is_file() and (folder / "accordion_hvd" / "__init__.py").is_file():
+            os.execv(sys.executable, [sys.executable, str(script), *arguments])
+    looked = " nor ".join(dict.fromkeys(map(str, folders)))
+    raise Misuse(
+        f"scripts/{name}.py is part of a checkout of accordion_hvd, but neither {looked} is one; "
+        "run this command in a checkout."
+    )
+
+
+for _command in (plan, checkpoint, replay):
     main.add_command(_command)
+for _name, _help in _SCRIPTS.items():
+    _run = functools.partial(run, _name)
+    main.add_command(Forwarded(_name, callback=_run, help=_help))
 
 if __name__ == "__main__":
     main(prog_name=NAME)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from accordion_hvd.tools.quantities import parse_rate, parse_time
+from accordion_hvd.tools.text import parse_rate, parse_time
 
 LONGEST = 10.0
 """Largest round-trip time in seconds."""

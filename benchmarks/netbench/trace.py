@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from accordion_hvd.tools.quantities import parse_rate
+from accordion_hvd.tools.text import parse_rate
 from benchmarks.netbench.links import parse_rates
 from benchmarks.netbench.sandbox import Refusal
 

@@ -21,7 +21,7 @@ from accordion_hvd.simulation.prediction import (
 from accordion_hvd.simulation.rehearsal import RehearsedStep
 from accordion_hvd.tools.plan import table
 from accordion_hvd.tools.plan.model import Model, companions, measure
-from accordion_hvd.tools.quantities import parse_rate, parse_time
+from accordion_hvd.tools.text import parse_rate, parse_time
 from benchmarks.netbench.contestants import OURS, OVER
 from benchmarks.plan.cells import METHODS, Cell
 

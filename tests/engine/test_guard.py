@@ -13,8 +13,8 @@ from accordion_hvd import PowerSGD, TopK, simulate
 from accordion_hvd.comm import reference
 from accordion_hvd.comm.agreement import explain_disagreement, gather
 from accordion_hvd.core.running import drive
+from accordion_hvd.engine.bucket_state import span
 from accordion_hvd.engine.buckets import TensorInfo
-from accordion_hvd.engine.drift import span
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.guard import EARLY, Guard, describe
 from accordion_hvd.optimizers import ZeroOneAdam

@@ -16,7 +16,6 @@ from click.testing import CliRunner
 
 import accordion_hvd
 from accordion_hvd.simulation import prediction
-from accordion_hvd.tools import checkout
 from accordion_hvd.tools.command import main
 from accordion_hvd.tools.plan.command import ENGINES
 
@@ -102,7 +101,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         found.append(arguments)
         raise Replaced
 
-    monkeypatch.setattr(checkout.os, "execv", replace)
+    monkeypatch.setattr(os, "execv", replace)
     return found
 
 

@@ -14,7 +14,7 @@ from launch import command_for, need
 
 from accordion_hvd.simulation.prediction import Cluster
 from accordion_hvd.tools import command as entry
-from accordion_hvd.tools import quantities
+from accordion_hvd.tools import text
 from accordion_hvd.tools.command import main
 from accordion_hvd.tools.plan import command, example, model, table
 
@@ -182,5 +182,5 @@ def test_small_gains_do_not_count() -> None:
 
 
 def test_times() -> None:
-    found = [quantities.parse_time(word) for word in ("20ms", "1.5s", "500us", "none")]
+    found = [text.parse_time(word) for word in ("20ms", "1.5s", "500us", "none")]
     assert found == pytest.approx([0.02, 1.5, 5e-4, 0])

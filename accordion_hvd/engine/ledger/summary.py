@@ -328,7 +328,3 @@ def duration(seconds: float) -> str:
         return f"{seconds:.3g} s"
     minutes = seconds / 60
     return f"{minutes:.3g} min" if abs(minutes) < 120 else f"{minutes / 60:.3g} h"
-
-
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]

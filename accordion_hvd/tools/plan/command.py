@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accordion_hvd.tools.quantities import parse_rate, parse_time
-from accordion_hvd.tools.text import Misuse, number_of, short
+from accordion_hvd.tools.text import Misuse, number_of, parse_rate, parse_time, short
 
 if TYPE_CHECKING:
     from accordion_hvd.simulation.prediction import Cluster
