@@ -7,13 +7,14 @@
 A mutant is the package with one small change on a line that tests run: another comparison, number
 or operator, a negated condition, a call left out. It is killed if a test fails. The tests that run
 the line are tried in the order of their duration: first those of `make test`, then those that only
-`make test-all` has. Draws are by a fixed seed.
+`make test-all` has, of each at most as many as take `SECONDS`. Draws are by a fixed seed.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import json
 import os
 import random
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,7 +41,8 @@ from benchmarks import processes  # noqa: E402
 RUNS = ROOT / "runs" / "mutants"
 SEED = 2021
 FIRST = 40  # tests that are tried before all others that run the line
-LIMIT = 1200  # seconds for the tests of one command
+SECONDS = 400.0  # of the tests that are tried of each command
+LIMIT = 1200  # seconds after which tests are ended that should have taken fewer than `SECONDS`
 COPIED = ("accordion_hvd", "benchmarks", "configs", "docs", "examples", "scripts", "tests")
 
 
@@ -154,11 +156,12 @@ def cover() -> None:
     RUNS.mkdir(parents=True)
     settings = RUNS / "coveragerc"
     settings.write_text(CONFIGURATION.format(folder=RUNS))
-    words = ["-m", "pytest", "-q", "-p", "mutants", "tests", "-n", "3"]
+    words = ["-m", "pytest", "-q", "-p", "mutants", "tests", "-m", "not quiet", "-n", "3"]
     words += ["--no-loadscope-reorder", "--timeout", "900"]
-    subprocess.run([sys.executable, *words], cwd=ROOT, env=_environment(
-        COVERAGE_PROCESS_START=str(settings), MUTANTS_TIMES=str(RUNS / "times.jsonl")
-    ), check=False)  # fmt: skip
+    subprocess.run([sys.executable, *words], cwd=ROOT, check=False, env=_environment(
+        COVERAGE_PROCESS_START=str(settings), MUTANTS_TIMES=str(RUNS / "times.jsonl"),
+        ALL_TESTS="1",
+    ))  # fmt: skip
     combine = ["-m", "coverage", "combine", "-q", "--rcfile", str(settings)]
     subprocess.run([sys.executable, *combine], cwd=ROOT, check=True)
 
@@ -268,32 +271,28 @@ def attempt(mutant: Mutant, stages: dict[str, list[str]], units: dict[str, str])
         mutant.apply(Path(changed))
         for stage, tests in stages.items():
             left = list(tests)
-            while left and not killed:
-                failed = _first_failure(Path(changed), left)
-                if failed is None:
-                    break
+            while left and (failed := _first_failure(Path(changed), left, stage)):
                 unit = units.get(failed.partition(" - ")[0])
                 suspects = [unit] if unit in left else left
-                if _first_failure(Path(unchanged), suspects) is None:
+                if _first_failure(Path(unchanged), suspects, stage) is None:
                     killed, by = stage, failed
-                elif unit in left:
-                    left.remove(unit)
-                else:
-                    raise RuntimeError(f"tests fail without a mutant, too: {failed}")
+                    break
+                left = [test for test in left if test not in suspects]
             if killed:
                 break
     seconds = round(time.monotonic() - began, 1)
     return {**asdict(mutant), "killed": killed, "by": by, "seconds": seconds}
 
 
-def _first_failure(tree: Path, tests: Sequence[str]) -> str | None:
-    """Return the first test that fails and why, "no end", or how pytest itself ended; or None."""
+def _first_failure(tree: Path, tests: Sequence[str], stage: str) -> str | None:
+    """Return the first test that fails and why, or how pytest itself ended; None if all pass."""
     wanted = tree / "wanted.json"
     wanted.write_text(json.dumps(list(tests)))
     files = sorted({test.partition("::")[0] for test in tests})
     words = ["-m", "pytest", "-q", "-x", "-p", "mutants", "--timeout", "120", "--no-header"]
     environment = _environment(MUTANTS_TESTS=str(wanted), PYTHONDONTWRITEBYTECODE="1")
     environment["PYTHONPATH"] = f"{tree}{os.pathsep}{tree / 'tests' / 'support'}"
+    environment |= {"ALL_TESTS": "1"} if stage == "all" else {}
     process = subprocess.Popen(
         [sys.executable, *words, *files], cwd=tree, env=environment,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -301,8 +300,9 @@ def _first_failure(tree: Path, tests: Sequence[str]) -> str | None:
     try:
         output, _ = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
+        return None  # no test hung, which its own limit would have ended
+    finally:
         processes.end(process, "MUTANTS_TESTS", str(wanted))
-        return "no end"
     if process.returncode in (0, 5):
         return None
     lines = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
@@ -312,6 +312,7 @@ def _first_failure(tree: Path, tests: Sequence[str]) -> str | None:
 def run(count: int, jobs: int) -> None:
     """Try mutants that were not tried yet."""
     units, seconds, nightly = _read_times()
+    launches = set(units.values()) - set(units)  # `make test-all` has more cases in them
     file = RUNS / "results.jsonl"
     done = {
         (row["file"], row["begin"], row["end"], row["text"])
@@ -321,12 +322,11 @@ def run(count: int, jobs: int) -> None:
     def try_out(drawn: tuple[Mutant, list[str]]) -> None:
         mutant, tests = drawn
         ran = sorted({units[n] for n in tests if n in units}, key=lambda unit: seconds[unit])
-        quick = [unit for unit in ran if unit not in nightly]
+        quick = _quickest([unit for unit in ran if unit not in nightly], seconds)
+        more = [unit for unit in ran if unit in nightly or unit in launches]
         stages = {
-            "first": quick[:FIRST],
-            "test": quick[FIRST:],
-            "all": [unit for unit in ran if unit in nightly],
-        }
+            "first": quick[:FIRST], "test": quick[FIRST:], "all": _quickest(more, seconds)
+        }  # fmt: skip
         row = attempt(mutant, stages, units)
         with open(file, "a") as results:
             results.write(json.dumps(row) + "\n")
@@ -336,6 +336,12 @@ def run(count: int, jobs: int) -> None:
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(try_out, left))
     report()
+
+
+def _quickest(units: Sequence[str], seconds: Mapping[str, float]) -> list[str]:
+    """Return the first of these units that take `SECONDS` together."""
+    sums = itertools.accumulate(seconds[unit] for unit in units)
+    return [unit for unit, total in zip(units, sums, strict=True) if total <= SECONDS]
 
 
 def report() -> None:
