@@ -11,7 +11,7 @@ CASES = [
     ("torch", "topk:0.1", ["join", "leave"]),
     pytest.param("torch", "powersgd:2", ["vanish", "kill"], marks=pytest.mark.nightly),
     pytest.param("torch", "local", ["vanish", "leave"], marks=pytest.mark.nightly),
-    ("keras", "topk:0.1", ["vanish", "kill"]),
+    pytest.param("keras", "topk:0.1", ["vanish", "kill"], marks=pytest.mark.nightly),
 ]
 
 

@@ -52,7 +52,7 @@ def test_horovods_setting_has_precedence(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     "launcher, how",
     [
-        ("torchrun", "sleep"),
+        pytest.param("torchrun", "sleep", marks=pytest.mark.nightly),
         ("gloo", "stop"),
         pytest.param("mpirun", "stop", marks=pytest.mark.nightly),
         pytest.param("carried", "sleep", marks=pytest.mark.nightly),

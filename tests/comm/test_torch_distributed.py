@@ -72,6 +72,7 @@ def test_a_rank_that_dies_is_noticed_by_all() -> None:
             process.wait()
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_a_restart_by_torchrun_continues_from_the_last_checkpoint(tmp_path: Path) -> None:
     """A restarted training ends with the weights of an undisturbed one.

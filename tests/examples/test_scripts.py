@@ -276,6 +276,7 @@ def test_two_ranks_resume_averaged_models(framework: str, tmp_path: Path) -> Non
         assert whole["stats"][key] == parts["stats"][key] > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 @pytest.mark.parametrize("framework", ["torch", "keras"])
 def test_two_ranks_train_and_resume(framework: str, tmp_path: Path) -> None:

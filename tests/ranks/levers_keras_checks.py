@@ -9,7 +9,7 @@ import harness
 import keras
 import numpy as np
 import tensorflow as tf
-from harness import raises
+from harness import raises, some
 
 import accordion_hvd.tensorflow as hvdtf
 import accordion_hvd.tensorflow.keras as hvd
@@ -92,7 +92,7 @@ def fit(model: Any, *data: Any, **options: Any) -> None:
 def check_accumulated_batches_are_large_ones() -> None:
     """Accumulation equals training with large batches in `fit`, eagerly, and in a custom loop."""
     share = SMALL // hvd.size()
-    for what in ("graph", "eager"):
+    for what in some(("graph", "eager"), ("graph",)):
         policy = growing(window=None if what == "graph" else STEPS)
         model, optimizer = compiled(policy, run_eagerly=what == "eager")
         fit(model, *mine(), batch_size=share)
@@ -132,7 +132,7 @@ def check_levers_together() -> None:
     A budget makes batches large from the first step on and is kept.
     """
     share = SMALL // hvd.size()
-    for budget in (None, 0.0005):
+    for budget in some((None, 0.0005), (0.0005,)):
         policy = growing(low=Dense(), high=TopK(0.05), budget=budget, window=None)
         model, optimizer = compiled(policy)
         fit(model, *mine(), batch_size=share)

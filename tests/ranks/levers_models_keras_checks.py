@@ -144,7 +144,8 @@ def check_epochs_end_with_equal_models() -> None:
 
 def check_other_methods_and_levels() -> None:
     """Models are equal at each decision, even with a method that never makes them equal itself."""
-    for high, graph in ((DPSGD("ring"), True), (DiLoCo(PERIOD), False), (WAGMA(2, PERIOD), True)):
+    methods = ((DPSGD("ring"), True), (DiLoCo(PERIOD), False), (WAGMA(2, PERIOD), True))
+    for high, graph in some(methods, methods[:2]):
         model = network()
         optimizer = wrapped(policy(high, low=TopK(0.1)))
         take = stepper(model, optimizer, graph)
@@ -202,7 +203,7 @@ def check_resuming_equals_not_stopping() -> None:
     wanted, oracle = [], Oracle(hvd.size(), in_velocity=True)
     for step in range(44):
         wanted.append(oracle.take(step)[hvd.rank()])
-    for stop in (16, 20, 40):
+    for stop in some((16, 20, 40), (20,)):
         model, optimizer = network(), wrapped(policy())
         take = stepper(model, optimizer, graph=True)
         for step, pull in enumerate(pulls(44)):
