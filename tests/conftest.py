@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections import defaultdict
@@ -40,6 +41,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):  # a process of `pytest -n`
         items[:] = front_to_back(items)
+
+
+def pytest_itemcollected(item: Any) -> None:
+    """Mark tests as nightly where a function of the mark `seldom` is true of their parameters.
+
+    `where` is for all frameworks; `tensorflow` is for TensorFlow, which repeats what others show.
+    """
+    for place, holds in (x for mark in item.iter_markers("seldom") for x in mark.kwargs.items()):
+        known = item.callspec.params
+        given = [known[name] for name in inspect.signature(holds).parameters]
+        if place in ("where", getattr(known.get("framework"), "name", "")) and holds(*given):
+            item.add_marker("nightly")
 
 
 # --- CPU seconds ------------------------------------------------------------------------
