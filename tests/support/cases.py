@@ -463,6 +463,9 @@ CASES = [
 ]
 """Every law of `laws.py` that applies to a row is checked for it."""
 
+FIRST = {type(c.compressor): c for c in sorted(reversed(CASES), key=lambda c: c.feedback)}.values()
+"""The first case of each class, with error feedback if it has one."""
+
 REFUSED = [
     *[
         (kind, "ratio", bad)
