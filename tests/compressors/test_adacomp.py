@@ -181,6 +181,7 @@ def test_the_default_bin_is_that_of_the_layer_s_type(
         np.testing.assert_allclose(mean, np.mean([s for s, _ in found], 0), atol=1e-6)
 
 
+@pytest.mark.seldom(tensorflow=lambda wrapped: wrapped in (Gathered, EF21, ErrorFeedback, Momentum))
 @pytest.mark.parametrize("framework", parameters())
 @pytest.mark.parametrize(
     "wrapped",

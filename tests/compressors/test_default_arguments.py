@@ -82,6 +82,9 @@ DEFAULTS = [
 ]
 """Every compressor with its default arguments; wrappers around codecs with theirs."""
 
+RARE = [compressors.SketchedSGD(), *WRAPPERS[2:]]
+"""Compressors that `make test` does not train: they take long, or repeat TopK."""
+
 RATES = {"SignSGD": 0.002, "DGC": 0.02, "Momentum": 0.02, "SketchedSGD": 0.01}
 """Learning rates other than 0.2: of signs, and of updates with momentum."""
 
@@ -94,13 +97,8 @@ def test_every_compressor_is_trained() -> None:
     assert {type(compressor) for compressor in DEFAULTS} == set(KINDS)
 
 
-@pytest.mark.parametrize(
-    "compressor",
-    [
-        pytest.param(c, id=repr(c), marks=[pytest.mark.nightly] if c.phases else [])
-        for c in DEFAULTS
-    ],
-)
+@pytest.mark.seldom(where=lambda compressor: compressor.phases or compressor in RARE)
+@pytest.mark.parametrize("compressor", DEFAULTS, ids=repr)
 def test_compressors_train(compressor: Compressor) -> None:
     """Each compressor reduces the loss from about 2.8 to below 0.15, or the limit in `MOST`.
 

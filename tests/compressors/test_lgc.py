@@ -288,6 +288,7 @@ def test_phases_wait_while_another_level_serves(form: str) -> None:
 LAST = {"fc*": TopK(0.05)}
 
 
+@pytest.mark.seldom(tensorflow=lambda form: form == "server")
 @pytest.mark.parametrize("framework", parameters())
 @FORMS
 def test_the_last_layer_is_sent_by_top_k_only(form: str, framework: Framework) -> None:
@@ -573,6 +574,7 @@ def test_resuming_on_another_number_of_ranks(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------- in a graph
 @pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")
+@pytest.mark.seldom(where=lambda form: form == "server")
 @FORMS
 def test_graphs_are_traced_anew_for_each_phase(form: str) -> None:
     """A graph has one trace per phase, and skipped steps do not advance the phase."""

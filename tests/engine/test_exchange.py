@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import CASES, Case
+from cases import CASES, FIRST, Case
 from frameworks import NUMPY, POISONED, TENSORFLOW, TORCH, Framework, parameters, same_bits
 from laws import several, step
 
@@ -321,6 +321,7 @@ def apart_and_together(
     return worlds[0], worlds[1], list(zip(*results, strict=True))
 
 
+@pytest.mark.seldom(tensorflow=lambda case: case not in FIRST)
 @pytest.mark.parametrize(
     ("case", "framework"),
     [
@@ -368,6 +369,7 @@ def test_reading_a_state_leaves_it_where_it_is(framework: Framework) -> None:
         assert all(entry.within(memory._stack) for entry in memory.entries)
 
 
+@pytest.mark.seldom(tensorflow=lambda signal: signal == "local")
 @pytest.mark.parametrize("framework", parameters())
 @pytest.mark.parametrize("signal", ["local", "reduced"])
 @pytest.mark.parametrize("low", [Dense(), TopK(0.3)], ids=repr)
