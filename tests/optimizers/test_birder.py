@@ -101,7 +101,7 @@ def test_m_never_exceeds_b(framework: Framework) -> None:
     """|m| never exceeds b, and b stays finite, in steps whose scales vary wildly."""
     rng = np.random.default_rng(0)
     world = Ranks(Birder(), 2, framework)
-    for _ in range(1000 if framework is NUMPY else 100):
+    for _ in range(1000 if framework is NUMPY else 50):
         scale = 10.0 ** rng.uniform(-18, 18, (2, 1, 41))
         steps = world.step(list(np.float32(rng.normal(size=(2, 3, 41)) * scale)))
         assert all(same_bits(mine, steps[0]) for mine in steps)
@@ -135,7 +135,7 @@ def test_a_step_taken_back_leaves_ratios_within_bounds(framework: Framework) -> 
 def test_steady_gradients_give_their_signs(ranks: int, local: int) -> None:
     """Steps are the gradients' signs from the first step on, also on more than 128 ranks."""
     g = np.random.default_rng(2).normal(size=200)
-    for within in (None, "bits", "half"):
+    for within in (None, "bits", "half") if local > 1 else (None,):
         world = placed(Birder(within=within), ranks, local)
         for _ in range(3):
             for step in world.step([g.copy() * (1 + r) for r in range(ranks)]):
@@ -246,7 +246,7 @@ def test_a_nan_is_skipped_where_nothing_is_drawn(framework: Framework) -> None:
 
 
 # ------------------------------------------------------------------------------------- exchanges
-def check_mean(rule: Birder, ranks: int, local: int, steps: int = 200) -> None:
+def check_mean(rule: Birder, ranks: int, local: int, steps: int = 100) -> None:
     """Check that the mean of many steps is the ranks' mean of u, with m and b held constant."""
     kinds, alike = 16, 64
     u = np.random.default_rng(4).uniform(-1, 1, (ranks, kinds))
@@ -290,6 +290,7 @@ OFTEN = [(0.5, None), (1, None), (1.9, "bits"), (2, "half")]
 SOME = {NUMPY: PLACES, POISONED: PLACES[2:3], TORCH: PLACES[2:], TENSORFLOW: PLACES[2:4]}
 
 
+@pytest.mark.seldom(tensorflow=lambda places: places != PLACES[2])
 @pytest.mark.parametrize("framework, places", combined(SOME))
 @pytest.mark.parametrize("within", ["bits", "half"])
 @pytest.mark.parametrize("bits, feedback", [(1, False), (1, True), (2, True)])
@@ -469,16 +470,17 @@ def loss_after(
 
 def test_converges_where_data_are_alike() -> None:
     """Random signs converge, with hosts or without, and end nearer to the optimum with feedback."""
-    rules = [Birder(), Birder(within="half"), Birder(feedback=True), Birder().dense()]
-    plain, machines, fed, exact = (loss_after(rule) for rule in rules)
+    rules = [Birder(), Birder(feedback=True), Birder().dense()]
+    plain, fed, exact = (loss_after(rule) for rule in rules)
+    machines = loss_after(Birder(within="half"), ranks=4)
     assert exact < plain < 1e-2 and exact < machines < 1e-2
     assert fed < 2e-3
 
 
 def test_different_data_are_a_bias() -> None:
     """With different data, each rank's own normaliser is a known bias, in both stages."""
-    assert loss_after(Birder(), apart=1.0) > 5
-    assert loss_after(Birder().dense(), apart=1.0) > 5
+    assert loss_after(Birder(), 600, apart=1.0, ranks=4) > 5
+    assert loss_after(Birder().dense(), 600, apart=1.0, ranks=4) > 5
 
 
 def wandering(rule: Birder, local: int, steps: int = 400) -> np.ndarray:
@@ -500,14 +502,9 @@ def test_steps_without_gradients_are_fair_coins() -> None:
     np.testing.assert_allclose(found[[99, 399]], [10, 20], rtol=0.15)
 
 
-@pytest.mark.parametrize(
-    "bits, within",
-    [
-        pytest.param(bits, within, marks=[] if (bits, within) in OFTEN else pytest.mark.nightly)
-        for within in (None, "bits", "half")
-        for bits in (0.5, 0.9, 1, 1.9, 2)
-    ],
-)
+@pytest.mark.seldom(where=lambda bits, within: (bits, within) not in OFTEN)
+@pytest.mark.parametrize("within", [None, "bits", "half"])
+@pytest.mark.parametrize("bits", [0.5, 0.9, 1, 1.9, 2])
 def test_feedback_holds_elements_without_gradients(within: str | None, bits: float) -> None:
     """Elements without gradients stay near their start, also if some exchanges send nothing."""
     assert wandering(Birder(within=within, feedback=True, bits=bits), 2).max() < 4

@@ -28,18 +28,15 @@ FIRST = {type(row.rule): row for row in reversed(ROWS)}
 def each_row(places: list[Any]) -> list[Any]:
     """Return each row with each of `places`, whose first value is a framework."""
     return [
-        pytest.param(
-            row,
-            *place.values,
-            id=f"{place.id}-{row.name}",
-            marks=[*place.marks, pytest.mark.nightly] if seldom else place.marks,
-        )
+        pytest.param(row, *place.values, id=f"{place.id}-{row.name}", marks=place.marks)
         for place in places
         for row in ROWS
-        for seldom in [place.values[0] is TENSORFLOW and FIRST[type(row.rule)] is not row]
     ]
 
 
+FEW = [FIRST[kind] for kind in (optimizers.Adam, optimizers.OnebitAdam, optimizers.Birder)]
+"""Rows for which `make test` looks at more than the steps in TensorFlow."""
+few_in_tensorflow = pytest.mark.seldom(tensorflow=lambda row: row not in FEW)
 by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 by_row_and_framework = pytest.mark.parametrize("row, framework", each_row(parameters()))
 everywhere = pytest.mark.parametrize(
@@ -66,6 +63,7 @@ def directions(
     return [mine["w"].astype(np.float64) for mine in found if mine is not None]
 
 
+@pytest.mark.seldom(tensorflow=lambda row: FIRST[type(row.rule)] is not row)
 @everywhere
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_follows_its_oracle(row: Row, framework: Framework, ranks: int, dtype: str) -> None:
@@ -106,6 +104,7 @@ def test_bytes(row: Row, ranks: int) -> None:
     assert stats["payload"] == payload
 
 
+@few_in_tensorflow
 @by_row_and_framework
 def test_bad_steps_are_taken_back(row: Row, framework: Framework) -> None:
     """If one rank's gradient is not finite, no rank steps, and later steps are as without it."""
@@ -146,6 +145,7 @@ def test_state(row: Row) -> None:
         assert set(row.rule.per_rank_state) <= set(forms)
 
 
+@few_in_tensorflow
 @by_row_and_framework
 def test_many_small_tensors_share_a_call(row: Row, framework: Framework) -> None:
     """Tensors of one shape share a call, and each has the result that it has alone."""
