@@ -19,7 +19,7 @@ from benchmarks.regimes.methods import METHODS, Plan, RandomLayers
 from benchmarks.regimes.studies import STUDIES, Study
 from benchmarks.regimes.training import RANKS, Outcome, Training, changes, low_share
 
-STEPS = 6
+STEPS = 4
 
 
 class Drawn:

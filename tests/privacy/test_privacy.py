@@ -238,11 +238,11 @@ def test_a_budget_of_losses() -> None:
 
 
 def test_losses_need_less_noise() -> None:
-    arguments = (1.0, DELTA, 50, 0.01, "add or remove")
+    arguments = (1.0, DELTA, 10, 0.1, "add or remove")
     noise = multiplier_for(*arguments, accounting="pld")
     assert noise < multiplier_for(*arguments)
-    release = Release(noise, 0.01, "add or remove")
-    assert epsilon_of({release: 50}, DELTA, "pld") <= 1.0
+    release = Release(noise, 0.1, "add or remove")
+    assert epsilon_of({release: 10}, DELTA, "pld") <= 1.0
 
 
 def test_a_checkpoint_of_the_other_accounting_is_refused() -> None:
