@@ -14,6 +14,22 @@ class PayloadError(RuntimeError):
     __init__ = Exception.__init__  # else AutoGraph raises another class in its place
 
 
+def attribute(module: str, engine: Any, name: str) -> Any:
+    """Return an attribute of an engine's module, which `module` stands in for.
+
+    Raises:
+        AttributeError: if there is none; the message says where this package has that name.
+    """
+    import accordion_hvd
+
+    try:
+        return getattr(engine, name)
+    except AttributeError:
+        ours = name in dir(accordion_hvd) and not name.startswith("_")
+        where = f"; write accordion_hvd.{name}" if ours else ""
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{where}") from None
+
+
 def is_integer(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
@@ -51,6 +67,11 @@ def one_of(owner: Any, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """Raise ValueError unless `value` is one of `allowed`."""
     if value not in allowed:
         refuse(owner, name, value, "one of " + ", ".join(repr(item) for item in allowed))
+
+
+def patterns(skip: str | Sequence[str]) -> tuple[str, ...]:
+    """Return name patterns as a tuple; a string is one pattern."""
+    return (skip,) if isinstance(skip, str) else tuple(skip)
 
 
 def mapping(owner: Any, name: str, value: Any) -> None:

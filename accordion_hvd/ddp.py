@@ -6,7 +6,8 @@ from accordion_hvd import Accordion, PowerSGD, ddp
 
 torch.distributed.init_process_group()
 model = torch.nn.parallel.DistributedDataParallel(network)
-state = ddp.register(model, Accordion(low=PowerSGD(4), high=PowerSGD(1), window=steps_per_epoch))
+policy = Accordion(low=PowerSGD(4), high=PowerSGD(1), window=len(loader))
+state = ddp.register(model, policy, optimizer=optimizer)
 ```
 The training loop does not change: DDP averages gradients during the backward pass, so they can be
 clipped right after it, and `no_sync()` accumulates them.
@@ -14,7 +15,8 @@ clipped right after it, and `no_sync()` accumulates them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -22,6 +24,8 @@ import torch.distributed as dist
 
 from accordion_hvd.comm.torch_distributed.process_sets import of_group
 from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine.exchange import Exchange
+from accordion_hvd.engine.gradient_averager import largest
 from accordion_hvd.engine.guard import Guard, Mode
 from accordion_hvd.engine.ledger import LedgerOption, as_ledger
 from accordion_hvd.resolve import Compression, default_guard
@@ -40,6 +44,7 @@ def register(
     compression: Compression,
     *,
     optimizer: torch.optim.Optimizer | None = None,
+    lr: Callable[[], float] | None = None,
     skip: Sequence[str] = (),
     guard: Mode | None = None,
     guard_every: int | None = None,
@@ -51,8 +56,9 @@ def register(
     Args:
         model: the `DistributedDataParallel`. It must not have a hook yet.
         compression: compressor, policy or spec string, as for `DistributedOptimizer`.
-        optimizer: the optimizer, whose learning rates some policies need. None: policies see a
-            constant learning rate; `Displacement` and `Goodput` are refused.
+        optimizer: the optimizer, whose learning rates policies such as `Accordion` watch.
+        lr: function that returns the learning rate, if there is no optimizer yet; `Displacement`
+            and `Goodput` need the optimizer.
         skip: shell-style patterns of the names of parameters whose gradients are sent uncompressed.
         guard: reaction to replicas that differ, as for `DistributedOptimizer`.
         guard_every: number of steps between comparisons of the replicas.
@@ -71,7 +77,7 @@ def register(
             f"{OWNER}: model is a {type(model).__name__}, but must be a DistributedDataParallel."
         )
     state = State(
-        compression, model.module, optimizer=optimizer, skip=skip, guard=guard,
+        compression, model.module, optimizer=optimizer, lr=lr, skip=skip, guard=guard,
         guard_every=guard_every, grad_scaler=grad_scaler, ledger=ledger,
         process_group=model.process_group,
     )  # fmt: skip
@@ -107,8 +113,9 @@ class State:
     Args:
         compression: compressor, policy or spec string, as for `DistributedOptimizer`.
         model: the module that is, or will be, wrapped; it names the parameters.
-        optimizer: the optimizer, whose learning rates some policies need. None: policies see a
-            constant learning rate; `Displacement` and `Goodput` are refused.
+        optimizer: the optimizer, whose learning rates policies such as `Accordion` watch.
+        lr: function that returns the learning rate, if there is no optimizer yet; `Displacement`
+            and `Goodput` need the optimizer.
         skip: shell-style patterns of the names of parameters whose gradients are sent uncompressed.
         guard: reaction to replicas that differ, as for `DistributedOptimizer`.
         guard_every: number of steps between comparisons of the replicas.
@@ -127,6 +134,7 @@ class State:
         model: torch.nn.Module,
         *,
         optimizer: torch.optim.Optimizer | None = None,
+        lr: Callable[[], float] | None = None,
         skip: Sequence[str] = (),
         guard: Mode | None = None,
         guard_every: int | None = None,
@@ -134,12 +142,14 @@ class State:
         ledger: LedgerOption = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.policy = suitable(OWNER, compression, optimizer, skip)
-        self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.policy = suitable(OWNER, compression, optimizer, skip, lr=lr)
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+        named = [(name, p) for name, p in model.named_parameters() if name not in ignored]
+        self._named = validation.plain_names(named)
         validation.check_parameters(self._named)
         self._group, self._optimizer = process_group, optimizer
         self._options = {
-            "skip": tuple(skip), "scaler": grad_scaler, "ledger": as_ledger(ledger),
+            "skip": skip, "scaler": grad_scaler, "ledger": as_ledger(ledger), "lr": lr,
             "guard": Guard(guard, guard_every, default_guard(compression)),
         }  # fmt: skip
         self._reducer: BucketReducer | None = None
@@ -158,7 +168,7 @@ class State:
         return self._reducer
 
     @property
-    def exchange(self) -> Any:
+    def exchange(self) -> Exchange:
         """Return the exchange, with `stats()` (bytes and times), `levels()` and the policy."""
         return self.connect().exchange
 
@@ -201,11 +211,17 @@ class BucketReducer(HookedReducer):
     """
 
     hooked = False
+    owner = OWNER
 
     def __init__(self, *args: Any, **options: Any) -> None:
+        self._counted = 0  # backward passes before the first exchange
         super().__init__(*args, **options)
         self._views: dict[torch.Tensor, torch.Tensor] = {}  # gradients in DDP's buckets
         self._futures: list[tuple[Future, torch.Tensor]] = []
+        reference = weakref.ref(self)
+        for parameter in list(self._watched)[:1]:
+            handle = parameter.register_post_accumulate_grad_hook(lambda _: _count(reference))
+            weakref.finalize(self, handle.remove)
 
     def average(self, bucket: Any) -> Future:
         """Start the exchange of a bucket's gradients; with the last bucket, finish the exchange.
@@ -228,6 +244,24 @@ class BucketReducer(HookedReducer):
             self._close()
         return future
 
+    def _set_up(self) -> None:
+        """Count the backward passes of an exchange (`no_sync`), whose number is not an argument."""
+        first = not self.agreed
+        super()._set_up()
+        if first:
+            most = torch.tensor([max(self._counted, 1)], dtype=torch.int32, device=self.device)
+            self.policy.passes = int(self.communicator.run(f"{self.name}.passes", largest(most)))
+
+    def _watch_unfrozen(self) -> None:
+        late = [n for p, n in self._names.items() if p.requires_grad and p not in self._watched]
+        if self._watched and late:
+            raise RuntimeError(
+                f"{OWNER}: parameter {late[0]!r} requires a gradient now, but did not when the "
+                "DistributedDataParallel was made, which does not average it; make a new one, and "
+                "register again."
+            )
+        super()._watch_unfrozen()
+
     def _close(self) -> None:
         """Finish the exchange and complete the futures of all buckets."""
         try:
@@ -245,3 +279,9 @@ class BucketReducer(HookedReducer):
         self, parameters: list[torch.Tensor], means: list[torch.Tensor], exclusive: bool
     ) -> None:
         torch._foreach_copy_([self._views[parameter] for parameter in parameters], means)
+
+
+def _count(reducer: weakref.ref[BucketReducer]) -> None:
+    alive = reducer()
+    if alive is not None and not alive.agreed:
+        alive._counted += 1

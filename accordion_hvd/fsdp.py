@@ -20,7 +20,7 @@ training loop does not change: after `backward()`, the gradients are averaged ov
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +34,7 @@ from accordion_hvd.engine.guard import Guard, Mode
 from accordion_hvd.engine.ledger import LedgerOption
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.resolve import Compression, default_guard
+from accordion_hvd.torch import validation
 from accordion_hvd.torch.hooked import BackwardReducer, HookedState, suitable
 from accordion_hvd.validate import check_passes
 
@@ -51,6 +52,7 @@ def between(
     compression: Compression,
     *,
     optimizer: torch.optim.Optimizer | None = None,
+    lr: Callable[[], float] | None = None,
     passes: int = 1,
     skip: Sequence[str] = (),
     guard: Mode | None = None,
@@ -68,8 +70,9 @@ def between(
             the first one counts.
         compression: compressor, policy or spec string, as for `DistributedOptimizer`. Compressors
             see a shard of each parameter, some of its rows. A policy decides for these.
-        optimizer: the optimizer, whose learning rates some policies need. None: policies see a
-            constant learning rate; `Displacement` and `Goodput` are refused.
+        optimizer: the optimizer, whose learning rates policies such as `Accordion` watch.
+        lr: function that returns the learning rate, if there is no optimizer yet; `Displacement`
+            and `Goodput` need the optimizer.
         passes: number of backward passes whose gradients are summed before replicas exchange them.
         skip: shell-style patterns of the names of parameters whose gradients are sent uncompressed.
         guard: reaction to replicas that differ, as for `DistributedOptimizer`.
@@ -84,19 +87,19 @@ def between(
         ValueError: if a parameter is not sharded, or `compression` does not suit.
         TypeError: if `compression` is no compressor, policy or spec string.
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    named = validation.plain_names(model.named_parameters())
     for name, parameter in named:
         if not hasattr(parameter, "to_local"):
             raise ValueError(
                 f"{OWNER}: parameter {name!r} is not sharded; call fully_shard on the model first."
             )
     check_passes(passes)
-    policy = suitable(OWNER, compression, optimizer, skip, passes)
+    policy = suitable(OWNER, compression, optimizer, skip, passes, lr)
     group = mesh.get_group(0) if mesh.ndim > 1 else mesh.get_group()
     shards = [(name, p) for name, p in named if _local(p).numel()]  # small tensors have few rows
     reducer = ShardReducer(
         shards, policy, of_group(group), lambda: optimizer,
-        passes=passes, skip=tuple(skip), scaler=grad_scaler, ledger=ledger,
+        lr=lr, passes=passes, skip=skip, scaler=grad_scaler, ledger=ledger,
         guard=Guard(guard, guard_every, default_guard(compression)),
     )  # fmt: skip
     source = dist.get_process_group_ranks(group)[0]
@@ -136,6 +139,8 @@ class ShardReducer(BackwardReducer):
 
     FSDP runs the hooks of a sharded parameter when its gradient has been reduced.
     """
+
+    owner = OWNER
 
     def replicas(self) -> dict[str, torch.Tensor]:
         """Return the shards of all parameters."""

@@ -182,8 +182,15 @@ def _instance(compression: Any) -> Any:
     """Return the object that a spec string or a class means; return other objects unchanged."""
     if isinstance(compression, str):
         compression = parse(compression)
-    if isinstance(compression, type) and issubclass(compression, (Compressor, Policy)):
-        compression = compression()
+    if isinstance(compression, type) and issubclass(compression, (Compressor, Policy, Averaging)):
+        kind = compression.__name__
+        try:
+            compression = compression()
+        except TypeError as error:
+            raise TypeError(
+                f"compression is the class {kind}, but must be an instance: write {kind}(...) with "
+                f"its arguments ({error})."
+            ) from None
     return compression
 
 

@@ -37,6 +37,7 @@ class Use:
         owner: name of the wrapper in error messages.
         takes_steps: whether the wrapper takes the optimizer's steps; a tape does not.
         knows_optimizer: whether the wrapper knows the optimizer; a tape does not.
+        knows_rate: whether the wrapper knows the learning rate.
     """
 
     module: str
@@ -51,6 +52,7 @@ class Use:
     owner: str = OWNER
     takes_steps: bool = True
     knows_optimizer: bool = True
+    knows_rate: bool = True
 
 
 def validate(serving: Serving, use: Use) -> None:
@@ -152,13 +154,18 @@ def _check_levels(policy: Policy, use: Use) -> None:
 
 
 def _check_evidence(policy: Policy, use: Use) -> None:
-    if use.knows_optimizer or not any(x.needs_optimizer for x in policy.evidence):
-        return
-    allowed = (
-        f"one that needs no learning rate, since {use.owner} does not know the optimizer; pass "
-        "optimizer= if that is an argument, or use DistributedOptimizer"
-    )
-    check.refuse(use.owner, "compression", policy, allowed)
+    steps = any(x.needs_optimizer for x in policy.evidence)
+    if steps and use.total:
+        check.refuse(use.owner, "op", "hvd.Sum", f"hvd.Average with {policy!r}")
+    if steps and not use.knows_optimizer:
+        allowed = (
+            f"one that needs no step sizes, since {use.owner} does not know the optimizer; pass "
+            "optimizer= if that is an argument, or use DistributedOptimizer"
+        )
+        check.refuse(use.owner, "compression", policy, allowed)
+    if policy.watches_rates and not (use.knows_optimizer or use.knows_rate):
+        allowed = f"the optimizer, whose learning rate {policy!r} watches; or pass lr=, a function"
+        check.refuse(use.owner, "optimizer", None, f"{allowed} that returns it")
 
 
 def _check_private(policy: Policy, use: Use) -> None:

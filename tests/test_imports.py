@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +106,10 @@ def test_every_public_name_is_there() -> None:
     assert sorted(set(accordion_hvd.__all__)) == accordion_hvd.__all__
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = accordion_hvd.nothing
+    torch = importlib.import_module("accordion_hvd.torch")
+    for name, says in (("PowerSGD", "; write accordion_hvd.PowerSGD$"), ("nothing", "'nothing'$")):
+        with pytest.raises(AttributeError, match=says):
+            getattr(torch, name)
 
 
 def imported(path: Path) -> set[str]:

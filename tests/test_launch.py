@@ -66,6 +66,7 @@ SUITES: dict[str, list[Place]] = {
         nightly("carried", 2, WITHOUT_HOROVOD),
         Place("carried", 4, ("check_weights_are_equal_after_training",)),
     ],
+    "doors_checks.py": [GLOO, Place("torchrun", 2), nightly("mpirun", 4), nightly("carried", 2)],
     "engine_checks.py": [Place("torchrun", 2), nightly("torchrun", 4)],
     "ddp_checks.py": [nightly("torchrun", 2), Place("torchrun", 4)],
     "fsdp_checks.py": [Place("torchrun", 4)],

@@ -10,9 +10,11 @@ import pytest
 from accordion_hvd import (
     COLD,
     DGC,
+    EF21,
     WAGMA,
     Accordion,
     Dense,
+    Diana,
     DiLoCo,
     Displacement,
     Fixed,
@@ -97,6 +99,14 @@ def test_unknown_objects_are_refused(wrong: Any) -> None:
 
 # ------------------------------------------------------------------------------ the validator
 USE = Use("accordion_hvd.torch", ranks=4, members=4, optimizer="SGD")
+
+
+@pytest.mark.parametrize("kind", [EF21, Diana])
+def test_a_class_in_place_of_an_instance_is_named(kind: Any) -> None:
+    with pytest.raises(TypeError, match=f"compression is the class {kind.__name__}, but must be"):
+        resolve(kind)
+
+
 MIXED = Accordion(low=Dense(), high=WAGMA(4), window=5)
 GROWING = Accordion(batch_size=(6, 12), window=5)
 VOTES: dict[str, Any] = {"k": 5, "clip": None, "sigma": 20.0}
@@ -129,7 +139,7 @@ REFUSED: list[tuple[Any, Use, str]] = [
     (MIXED, TAPE, "DistributedGradientTape: compression is Accordion.*one without WAGMA"),
     (GROWING, TAPE, "one without batch_size: a tape takes no steps"),
     (DISPLACED, BLIND, "compression is Displacement.*ddp.register does not know the optimizer"),
-    (Goodput([Dense(), TopK(0.1)], window=5), BLIND, "compression is Goodput.*no learning rate"),
+    (Goodput([Dense(), TopK(0.1)], window=5), BLIND, "compression is Goodput.*no step sizes"),
 ]
 
 

@@ -71,7 +71,7 @@ class Replica:
         )
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
         self.manager = Manager()
-        self.averager = average(self.manager, self.model, compression)
+        self.averager = average(self.manager, self.model, compression, lr=lambda: 0.1)
 
     def step(self, seed: int) -> None:
         x = torch.randn(8, 40, generator=torch.Generator().manual_seed(seed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -83,8 +84,12 @@ def _value(node: ast.expr, text: str, names: Names) -> Any:
 def _call(node: ast.Call, name: str, text: str, names: Names) -> Any:
     factory = names.get(name.lower())
     if factory is None:
-        allowed = ", ".join(sorted(names))
-        raise ValueError(f"compression {text!r}: {name!r} is not known; allowed are {allowed}.")
+        close = difflib.get_close_matches(name.lower(), names, 1)
+        meant = f"did you mean {close[0]!r}? " if close else ""
+        allowed = ", ".join(x for x in sorted(names) if not _needs_arguments(names[x]))
+        raise ValueError(
+            f"compression {text!r}: {name!r} is not known; {meant}allowed are {allowed}."
+        )
     flags = [x.id for x in node.args if isinstance(x, ast.Name) and _is_flag(factory, x.id)]
     values = [x for x in node.args if not (isinstance(x, ast.Name) and x.id in flags)]
     arguments = [_value(argument, text, names) for argument in values]
@@ -97,6 +102,11 @@ def _call(node: ast.Call, name: str, text: str, names: Names) -> Any:
         return factory(*arguments, **options)
     except TypeError as error:
         raise ValueError(f"compression {text!r}: {error}.") from None
+
+
+def _needs_arguments(factory: Callable[..., Any]) -> bool:
+    """Return whether `factory` needs arguments, such as another compressor."""
+    return any(x.default is x.empty for x in inspect.signature(factory).parameters.values())
 
 
 def _is_flag(factory: Callable[..., Any], name: str) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accordion_hvd.policies.batch_growth import BatchGrowth
+
+if TYPE_CHECKING:
+    from accordion_hvd.engine.exchange import Exchange
 
 
 class Controls:
@@ -16,7 +19,7 @@ class Controls:
     _statistics: Any  # a method that returns the `Parameters` of a model that are not trained
 
     @property
-    def exchange(self) -> Any:
+    def exchange(self) -> Exchange:
         """Return the exchange, with `stats()` (bytes and times), `levels()` and the policy.
 
         A single process, or one outside the optimizer's process set, exchanges nothing, so its

@@ -14,10 +14,12 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 
 import accordion_hvd
+from accordion_hvd import check
 from accordion_hvd.comm import fp16_reduction, hosts, tcp
 from accordion_hvd.comm.agreement import require_agreement
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Tensor
+from accordion_hvd.core.patterns import matches
 from accordion_hvd.engine import bucket_state, checkpoint, rank_changes
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange, usual_gains
@@ -56,6 +58,7 @@ class GradientAverager(abc.ABC, Generic[E]):
 
     Attributes:
         framework: name of the framework in messages.
+        owner: name of the function that the user has called, in messages.
         device: device of numbers that accompany the gradients, as for `ops.asarray`.
         name: prefix of the names of collectives; equal on all ranks, unique in a process.
         keys: the adapter's keys of the exchange's tensors, by number.
@@ -66,6 +69,7 @@ class GradientAverager(abc.ABC, Generic[E]):
     """
 
     framework: ClassVar[str]
+    owner: ClassVar[str] = "DistributedOptimizer"
     device: Any = None
 
     def __init__(
@@ -81,7 +85,7 @@ class GradientAverager(abc.ABC, Generic[E]):
         with_settings: bool = False,
     ) -> None:
         self.ledger = as_ledger(ledger)
-        self.policy, self.process_set, self.skip = policy, process_set, tuple(skip)
+        self.policy, self.process_set, self.skip = policy, process_set, check.patterns(skip)
         self.total, self.with_settings = total, with_settings
         self.sparse_as_dense = sparse_as_dense or policy.observers.any("needs_dense")
         self.guard = guard or Guard("off")
@@ -123,6 +127,10 @@ class GradientAverager(abc.ABC, Generic[E]):
         """Return the optimizer's gains (`engine.gain`) for tensors, by their names."""
         return usual_gains(names)
 
+    def rates(self) -> Tensor | None:
+        """Return the learning rates, which must be equal on all ranks; None if they are unknown."""
+        return None
+
     # ---------------------------------------------------------------------------- the exchange
     @property
     def exchange(self) -> E:
@@ -152,7 +160,21 @@ class GradientAverager(abc.ABC, Generic[E]):
             self._renew_exchange()
         self.sparse = list(keys)
 
+    def check_patterns(self) -> None:
+        """Refuse name patterns that match nothing, which would be without effect.
+
+        Raises:
+            ValueError: if a pattern in `skip` or in the policy's overrides matches no weight.
+        """
+        names = list(self.replicas())
+        for argument, patterns in (("skip", self.skip), ("overrides", self.policy.overrides)):
+            for pattern in patterns:
+                if names and not any(matches(name, [pattern]) for name in names):
+                    allowed = f"a pattern of names such as {names[0]!r} and {names[-1]!r}"
+                    check.refuse(self.owner, argument, pattern, allowed)
+
     def _renew_exchange(self) -> None:
+        self.check_patterns()
         tensors = self.tensors()
         if not tensors and self.sparse:
             raise RuntimeError("no variables are known yet, so there is nothing to exchange.")
@@ -223,8 +245,8 @@ class GradientAverager(abc.ABC, Generic[E]):
     def on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Return, for each flag, whether some rank has set it; collective."""
         local = self.communicator.xp.asarray(np.array(flags, np.int32), self.device)
-        largest = self.communicator.run(f"{self.name}.flags", _largest(local))
-        return [bool(flag) for flag in self.communicator.xp.to_numpy(largest)]
+        found = self.communicator.run(f"{self.name}.flags", largest(local))
+        return [bool(flag) for flag in self.communicator.xp.to_numpy(found)]
 
     def doubt(self) -> None:
         """Make ranks compare their set-ups again before the next exchange."""
@@ -344,10 +366,12 @@ class GradientAverager(abc.ABC, Generic[E]):
         return due
 
     def checksums(self) -> Tensor:
-        """Return this rank's checksums of the replicas and its levels, as int64."""
+        """Return this rank's checksums of learning rates, replicas and levels, as int64."""
         xp = self.communicator.xp
         level = xp.asarray(np.array(self.exchange.bucket_batches.number()), self.device)
-        return xp.stack([*map(xp.checksum, self.replicas().values()), level])
+        rates = self.rates()
+        numbers = xp.zeros((1,), "float32", self.device) if rates is None else rates
+        return xp.stack([*map(xp.checksum, (numbers, *self.replicas().values())), level])
 
     def compare(self, step: int, checksums: Tensor) -> None:
         """Compare checksums with those of the other ranks; collective.
@@ -358,7 +382,8 @@ class GradientAverager(abc.ABC, Generic[E]):
         Raises:
             ReplicasDiffer: if checksums differ and the guard's mode is "error".
         """
-        names, ledger = [*self.replicas(), "compression levels"], self.exchange.ledger
+        names = ["learning rates", *self.replicas(), "compression levels"]
+        ledger = self.exchange.ledger
         self.exchange.account()
         began, xp = time.perf_counter(), self.communicator.xp
         costs = xp.asarray(ledger.sums().view(np.int64), self.device)
@@ -382,6 +407,7 @@ class GradientAverager(abc.ABC, Generic[E]):
         ledger.measured(link, tcp.slowest(before, tcp.connections()))
 
 
-def _largest(flags: Tensor) -> ExchangeGenerator:
+def largest(flags: Tensor) -> ExchangeGenerator:
+    """Return the largest number of all ranks, for each number of `flags`."""
     result = yield Allreduce(flags, op="max")
     return result  # type: ignore[return-value]

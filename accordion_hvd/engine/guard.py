@@ -122,7 +122,7 @@ def describe(step: int, names: Sequence[str], table: np.ndarray) -> str | None:
     cause = (
         "Were the initial weights broadcast to every rank before the first step?"
         if step == min(EARLY)
-        else "Does every rank take every step? Does any other code change the weights?"
+        else "Does every rank take every step, at one rate? Does any other code change the weights?"
     )
     return (
         f"after step {step} replicas differ between ranks, first in {names[first]!r}{others}: "

@@ -80,7 +80,7 @@ class Accordion(Windowed):
             over all ranks, so the ranks average once at the end of each window.
         threshold: the relative change of the norm that makes a layer critical, at least 0 (the
             paper's eta).
-        window: optimizer steps (with small batches) in a window. In Keras, callbacks set it; in
+        window: batches (small ones) in a window, as `len(loader)`. In Keras, callbacks set it; in
             PyTorch, pass it or call `optimizer.end_window()` after each epoch.
         interval: windows between checks.
         signal: which gradients are summed. "local": rank 0's own uncompressed gradients, as in the
@@ -110,6 +110,8 @@ class Accordion(Windowed):
             size are named "(batch size)", rows about model averaging "(model)".
         large: whether batches are large from now on.
     """
+
+    watches_rates = True
 
     def __init__(
         self,

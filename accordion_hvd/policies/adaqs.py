@@ -42,7 +42,7 @@ class AdaQS(Windowed):
         levels: compressors from the strongest to the mildest, at least two. Each should send about
             twice the bytes of the one before, such as [PowerSGD(1), PowerSGD(2), PowerSGD(4)].
         drop: factor below which a ratio counts as a drop, in (0, 1].
-        window: optimizer steps in a window, at least `probes` + 2. In Keras, callbacks set it; in
+        window: batches in a window, at least `probes` + 2. In Keras, callbacks set it; in
             PyTorch, pass it or call `optimizer.end_window()` after each epoch.
         probes: number of gradients measured one by one in each window, at least 1.
 
@@ -52,6 +52,7 @@ class AdaQS(Windowed):
             `previous`.
     """
 
+    watches_rates = True
     evidence = (GradientSums(),)
     KEPT = (*Windowed.KEPT, "_looked", "_energy", "_ratios")
 

@@ -36,9 +36,12 @@ class Policy(NotForStockHorovod, abc.ABC):
         output: the levels' `output`, on which all levels agree.
         scope: the levels' `scope`, on which all levels agree.
         scopes: name pattern -> scope of the tensors that an override of this pattern serves.
+        overrides: name pattern -> compressor that serves the matching tensors instead.
         topology_aware: whether a level needs to know which ranks share a host.
         fp16_reduction: whether a level sends nothing but fp16.
         fixed: whether one level serves all the time.
+        watches_rates: whether decisions depend on the learning rate.
+        passes: number of backward passes whose gradients one exchange averages.
         history: all decisions so far.
         gate: the gate that uses the levels only where they save time; None to use them always.
         KEPT: names of further attributes that checkpoints contain; subclasses extend it.
@@ -53,6 +56,9 @@ class Policy(NotForStockHorovod, abc.ABC):
     topology_aware: bool = False
     fp16_reduction: bool = False
     fixed: bool = False
+    watches_rates: bool = False
+    passes: int = 1
+    overrides: Mapping[str, Compressor] = {}
     KEPT: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:

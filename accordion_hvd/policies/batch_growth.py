@@ -19,7 +19,7 @@ class BatchGrowth(Observer):
 
     Args:
         sizes: (small, large), numbers of examples over all ranks; large is a multiple of small.
-        window: optimizer steps in a window; None if not known.
+        window: batches in a window; None if not known.
 
     Attributes:
         large: whether batches are large from now on.

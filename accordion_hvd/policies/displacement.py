@@ -78,13 +78,14 @@ class Displacement(Windowed):
         high: the level of high compression.
         bound: value of d above which `low` serves a layer, above 0.
         release: fraction of `bound` below which `high` serves a layer, in (0, 1].
-        window: optimizer steps in a window. In Keras, callbacks set it; in PyTorch, pass it or call
+        window: batches in a window. In Keras, callbacks set it; in PyTorch, pass it or call
             `optimizer.end_window()` after each epoch.
 
     Attributes:
         history: one row per window and layer; `norm` is d.
     """
 
+    watches_rates = True
     evidence = (RelativeResidual(),)
 
     def __init__(

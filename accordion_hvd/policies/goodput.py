@@ -58,7 +58,7 @@ class Goodput(Windowed):
             nearly exact must have error feedback, whose residual is the evidence.
         bound: displacement above which a stronger level is forbidden, above 0.
         release: fraction of `bound` below which the next stronger level is permitted, in (0, 1].
-        window: optimizer steps in a window. In Keras, callbacks set it; in PyTorch, pass it or call
+        window: batches in a window. In Keras, callbacks set it; in PyTorch, pass it or call
             `optimizer.end_window()` after each epoch.
 
     Attributes:
@@ -66,6 +66,7 @@ class Goodput(Windowed):
             displacement and `efficiency` the efficiency by the level that served the layer.
     """
 
+    watches_rates = True
     evidence = (RelativeResidual(), Efficiency(), EfficiencyWeights())
     KEPT = (*Windowed.KEPT, "_ratios", "_progress")
 

@@ -34,7 +34,7 @@ class ScaleComRecipe(StepSchedule):
             of 1. Default: False.
         dense: number of windows (epochs) without compression; the paper uses about 5, less than a
             tenth of the training. Default: 5.
-        window: optimizer steps in a window. In Keras, callbacks set it; in PyTorch, pass it or call
+        window: batches in a window. In Keras, callbacks set it; in PyTorch, pass it or call
             `optimizer.end_window()` after each epoch.
 
     Attributes:

@@ -20,7 +20,7 @@ class StepSchedule(Windowed):
     Args:
         schedule: window (counted from 0) -> compressor from the start of that window on; must have
             a key 0.
-        window: optimizer steps in a window. In Keras, callbacks set it; in PyTorch, pass it or call
+        window: batches in a window. In Keras, callbacks set it; in PyTorch, pass it or call
             `optimizer.end_window()` after each epoch.
 
     Attributes:

@@ -1,7 +1,8 @@
-"""Policies that decide at the end of windows of optimizer steps, normally epochs."""
+"""Policies that decide at the end of windows of batches, normally epochs."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -10,19 +11,20 @@ from accordion_hvd.policies.base import Policy
 from accordion_hvd.policies.decision import Decision
 
 PATIENCE = 1000
-"""Exchanges after which a policy without a window length raises an error."""
+"""Batches after which a policy warns if no window has ended yet and their length is unknown."""
 
 
 class Windowed(Policy):
     """Base class of policies that count steps and windows and decide at the end of a window.
 
-    If an exchange has several micro-batches, the policy counts these. An exchange belongs to the
-    window in which it takes place; its micro-batches beyond the end of the window count for the
-    next window. A decision that must wait (`ready`) prolongs its window, possibly by several
-    lengths.
+    If an exchange has several micro-batches, or averages the gradients of several backward passes,
+    the policy counts these. An exchange belongs to the window in which it takes place; its
+    micro-batches beyond the end of the window count for the next window. A decision that must wait
+    (`ready`) prolongs its window, possibly by several lengths.
 
     Args:
-        window: optimizer steps in a window. None if calls of `end_window` end the windows.
+        window: batches (backward passes) in a window, such as `len(loader)`. None if calls of
+            `end_window` end the windows.
     """
 
     KEPT: ClassVar[tuple[str, ...]] = ("_epoch", "_steps", "_step", "_ended", "_by_hand", "_lr")
@@ -33,8 +35,8 @@ class Windowed(Policy):
             check.integer(self, "window", window, least=1)
         self.window = window
         self._epoch = 0  # windows ended so far
-        self._steps = 0  # micro-batches of the exchanges in this window
-        self._step = 0  # micro-batches of all exchanges
+        self._steps = 0  # batches of the exchanges in this window
+        self._step = 0  # batches of all exchanges
         self._ended = False  # whether end_window has ended this window
         self._by_hand = False  # whether end_window was ever called
         self._lr: dict[str, float] = {}  # learning rates at the start of the window
@@ -53,7 +55,7 @@ class Windowed(Policy):
 
     @property
     def steps(self) -> int:
-        """Return the number of exchanges so far, or of their micro-batches."""
+        """Return the number of batches of all exchanges so far."""
         return self._step
 
     @property
@@ -63,26 +65,24 @@ class Windowed(Policy):
         return self._steps > 0 and (self._ended or complete)
 
     def tick(self, lr: Mapping[str, float]) -> None:
-        """Count an exchange; store the learning rates at the start of a window.
-
-        Raises:
-            RuntimeError: if the length of a window is still unknown after `PATIENCE` steps.
-        """
+        """Count an exchange; store the learning rates at the start of a window."""
         if Windowed.due(self, lr):
             self._roll()  # the window ended without a decision
         if self._steps == 0 or not self._lr:
             self._lr = dict(lr)
-        batches = self.observers.weight
+        batches = self.observers.weight * self.passes
         self._steps += batches
         self._step += batches
-        if self.window is None and not self._by_hand and self._step > PATIENCE:
+        unknown = self.window is None and not self._by_hand
+        if unknown and 0 <= self._step - PATIENCE - 1 < batches:
             name = type(self).__name__
-            raise RuntimeError(
-                f"{name}: after {PATIENCE} steps the length of a window (an epoch) is still "
-                f"unknown, so no decision is possible. Pass {name}(..., window=<optimizer steps "
-                "per epoch>), or call optimizer.end_window() after each epoch (and once before the "
-                f"first epoch if epochs have more than {PATIENCE} steps); in Keras, pass "
-                "BroadcastGlobalVariablesCallback to fit()."
+            warnings.warn(
+                f"{name}: after {PATIENCE} batches no window (epoch) has ended, and without one "
+                f"there is no decision. Pass {name}(..., window=<batches per epoch>), or call "
+                "optimizer.end_window() after each epoch; in Keras, pass "
+                "BroadcastGlobalVariablesCallback to fit().",
+                RuntimeWarning,
+                stacklevel=2,
             )
 
     def end_window(self) -> None:

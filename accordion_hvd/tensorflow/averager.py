@@ -80,6 +80,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         self.agrees, self.managed = True, False
         self.local: set[int] = set()  # keys (`key_of`) of variables that are not exchanged
         self.gain: Callable[[Any], float] = _usual_gain
+        self.rate: Rate | None = None  # the optimizer's, if there is one
         self._idle: set[int] = set()  # keys of variables without a gradient on any rank
         self._function: Any = None
         self._traced_version = -1
@@ -137,6 +138,9 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
             row.name: tf.convert_to_tensor(v)
             for v, row in zip(variables, describe(variables), strict=True)
         }
+
+    def rates(self) -> Tensor | None:
+        return None if self.rate is None else tf.cast(tf.reshape(self.rate(), (1,)), tf.float32)
 
     def ranks_changed(self) -> None:
         """Connect to the present ranks, and have graphs traced again."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,15 +42,17 @@ def DistributedGradientTape(  # noqa: N802 (Horovod's name)
     skip: Sequence[str] = (),
     guard: Mode | None = None,
     guard_every: int | None = None,
+    lr: Callable[[], Any] | None = None,
 ) -> Any:
     """Wrap a gradient tape so that `gradient` returns averages over all ranks.
 
     The signature is Horovod's, with a few more keyword arguments. A loop creates a new tape in each
-    step, but the state of compression (residuals, levels) belongs to the variables: tapes with the
-    same sources and an equal compressor, or the same policy object, share one state. Therefore
+    step, but the state of compression (residuals, levels) belongs to the place in the program that
+    calls `gradient`, and to the sources: several losses of one step have states of their own if
+    each has its own call, or if one persistent tape serves all of them in the same order. Therefore
     create a policy such as `Accordion` once, outside of the loop. A tape does not know the
-    optimizer, so policies decide without the learning rate, and `Displacement` and `Goodput`, which
-    need it, are refused.
+    optimizer: policies that watch the learning rate need `lr`, and `Displacement` and `Goodput`,
+    which need the optimizer, are refused.
 
     ```python
     compression = TopK(0.01)
@@ -86,6 +89,8 @@ def DistributedGradientTape(  # noqa: N802 (Horovod's name)
             with the compression of this package.
         guard_every: number of steps between comparisons of the replicas; steps 1, 2 and 10 are
             always compared. Default: the environment variable ACCORDION_HVD_GUARD_EVERY, else 100.
+        lr: function that returns the learning rate, such as `lambda: optimizer.learning_rate`, for
+            policies such as `Accordion`.
 
     Returns:
         A tape of a subclass of `type(gradtape)` that has recorded the same operations.
@@ -108,9 +113,10 @@ def DistributedGradientTape(  # noqa: N802 (Horovod's name)
     tape.__dict__.update(gradtape.__dict__)
     tape._local = set()
     tape._arguments = (
-        compression, process_set, op, sparse_as_dense, tuple(skip), guard, guard_every,
+        compression, process_set, op, sparse_as_dense, check.patterns(skip), guard, guard_every,
         scale_local_gradients,
     )  # fmt: skip
+    tape._lr, tape._calls = lr, 0
     return tape
 
 
@@ -151,6 +157,8 @@ def PartialDistributedGradientTape(  # noqa: N802, D417 (Horovod's name; see abo
 
 class _DistributedTape:
     _local: set[int]
+    _lr: Callable[[], Any] | None
+    _calls: int  # calls of `gradient` so far
     _arguments: tuple[Any, ...]
 
     def register_local_source(self, source: Any) -> None:
@@ -180,9 +188,15 @@ class _DistributedTape:
         if self._arguments[2] == hvd.Adasum:
             means = _adasum(flat, self._arguments)
         else:
-            averager = _averager(variables, self._arguments, self._local)
-            means = averager.average(flat, variables, lambda: 0.0)
+            place, self._calls = (*_caller(), self._calls), self._calls + 1
+            rates = self._lr is not None
+            averager = _averager(variables, self._arguments, self._local, place, rates)
+            means = averager.average(flat, variables, self._rate)
         return tf.nest.pack_sequence_as(sources, means)
+
+    def _rate(self) -> Any:
+        rate = 0.0 if self._lr is None else self._lr()
+        return float(rate) if tf.executing_eagerly() else tf.convert_to_tensor(rate)
 
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, **options: Any
@@ -194,8 +208,16 @@ class _DistributedTape:
         return local, [(s, g) for s, g in pairs if key_of(s) not in self._local]
 
 
+def _caller() -> tuple[Any, int]:
+    """Return the place in the user's program that called `gradient`, perhaps through AutoGraph."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and "/tensorflow/python/" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame.f_code, frame.f_lasti
+
+
 _averagers: dict[tuple[Any, ...], TensorFlowGradientAverager] = {}
-"""Averagers by compression, settings and variables."""
+"""Averagers by compression, settings, place of the call and variables."""
 
 
 def exchange_of(compression: Any, variables: Sequence[Any]) -> Any:
@@ -211,20 +233,24 @@ def exchange_of(compression: Any, variables: Sequence[Any]) -> Any:
 
 
 def _averager(
-    variables: Sequence[Any], arguments: tuple[Any, ...], local: set[int]
+    variables: Sequence[Any],
+    arguments: tuple[Any, ...],
+    local: set[int],
+    place: tuple[Any, ...],
+    rates: bool,
 ) -> TensorFlowGradientAverager:
     compression, process_set, op, sparse_as_dense, skip, guard, every, scale_local = arguments
     ids = tuple(map(key_of, variables))
     settings = (process_set.process_set_id, *arguments[2:], frozenset(local))
-    key = (compression, settings, ids)
+    key = (compression, settings, place, ids)
     if key not in _averagers:
         use = validation.use_of(None, process_set, op == hvd.Sum, skip, 1)
         serving = resolve(compression)
         elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
         if elastic:
             _check_elastic(serving)
-        use = replace(use, owner="DistributedGradientTape")
-        validate(serving, replace(use, takes_steps=False, knows_optimizer=False))
+        use = replace(use, owner="DistributedGradientTape", takes_steps=False)
+        validate(serving, replace(use, knows_optimizer=False, knows_rate=rates))
         assert isinstance(serving, Policy)
         references = [weakref.ref(variable) for variable in variables]
         averager = TensorFlowGradientAverager(

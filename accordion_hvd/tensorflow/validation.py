@@ -33,7 +33,7 @@ def use_of(optimizer: Any, process_set: Any, total: bool, skip: Sequence[str], p
         optimizer=type(inner).__name__,
         plain=is_plain(inner),
         total=total,
-        skip=tuple(skip),
+        skip=check.patterns(skip),
         passes=passes,
     )
 

@@ -8,7 +8,7 @@ hvd.init()
 optimizer = hvd.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
     named_parameters=model.named_parameters(),
-    compression=Accordion(low=PowerSGD(4), high=PowerSGD(1), window=steps_per_epoch),
+    compression=Accordion(low=PowerSGD(4), high=PowerSGD(1), window=len(loader)),
 )
 ```
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from accordion_hvd import check
 from accordion_hvd.engine.checkpoint import load_state, save_state
 from accordion_hvd.torch import compressed
 from accordion_hvd.torch import engines as _engines
@@ -64,7 +65,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("accordion_hvd.torch.elastic")
     if name == "__all__":
         return __dir__()
-    return getattr(engine, name)
+    return check.attribute(__name__, engine, name)
 
 
 def __dir__() -> list[str]:

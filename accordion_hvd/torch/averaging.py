@@ -32,6 +32,7 @@ from accordion_hvd.engine.model_averager import ModelAverager, Parameters
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.policies.alternation import Alternation
 from accordion_hvd.torch import engines
+from accordion_hvd.validate import OWNER
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -63,7 +64,71 @@ def wrap(
     wrapped._inner = weakref.ref(optimizer)
     wrapped._process_set = process_set
     wrapped._averager = averager(method, named, process_set, guard)
+    wrapped._members = members(wrapped)
     return wrapped
+
+
+def load_in_place(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """Load a state into the groups and the state that the wrapped optimizer has, too.
+
+    An LR scheduler that was made before `DistributedOptimizer` changes these groups.
+    """
+    groups, state = optimizer.param_groups, optimizer.state
+    optimizer._base.load_state_dict(optimizer, state_dict)
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        group.clear()
+        group.update(loaded)
+    state.clear()
+    state.update(optimizer.state)
+    optimizer.param_groups, optimizer.state = groups, state
+
+
+def local_step(optimizer: Any, closure: Any, **more: Any) -> Any:
+    """Take the wrapped optimizer's step; return its result.
+
+    In a call of `GradScaler.step`, gradients are unscaled first, and the step is skipped if they
+    are not finite, which the scaler saw before they were averaged.
+    """
+    bad, scale = vars(optimizer).get("found_inf"), vars(optimizer).get("grad_scale")
+    if bad is None:
+        return optimizer._base.step(optimizer, closure, **more)
+    if not _unscale(optimizer, torch.ones_like(bad) if scale is None else scale):
+        return None
+    del optimizer.found_inf, optimizer.grad_scale  # else fused optimizers would unscale again
+    try:
+        return optimizer._base.step(optimizer, closure, **more)
+    finally:
+        optimizer.found_inf, optimizer.grad_scale = bad, scale
+
+
+def _unscale(optimizer: Any, scale: torch.Tensor) -> bool:
+    """Divide all gradients by a loss scale; return whether they are finite."""
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for group in optimizer.param_groups:
+        for grad in (parameter.grad for parameter in group["params"]):
+            if grad is not None:
+                values = grad._values() if grad.is_sparse else grad
+                found.setdefault(grad.device, []).append(values)
+    bad = {device: torch.zeros((), device=device) for device in found}
+    for device, grads in found.items():
+        inverse = scale.to(device).double().reciprocal().float()
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, bad[device], inverse)
+    return not any(map(bool, bad.values()))
+
+
+def members(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Return the ids of all parameters of an optimizer."""
+    return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def require_members(optimizer: Any, method: Averaging) -> None:
+    """Raise RuntimeError if parameters were added since the optimizer was wrapped."""
+    if members(optimizer) != optimizer._members:
+        raise RuntimeError(
+            f"{OWNER}: parameters were added to the optimizer after it was wrapped, but {method!r} "
+            "averages only those that it had; pass all parameters from the start, frozen ones, "
+            "too, or wrap a new optimizer."
+        )
 
 
 def averager(
@@ -107,6 +172,7 @@ class TorchModelAverager(ModelAverager):
 
 class _ModelAveraging:
     _base: Any
+    _members: list[int]
     _step_supports_amp_scaling = True  # ranks with infinite gradients must average too
 
     def step(self: Any, closure: Any = None, **more: Any) -> Any:
@@ -115,30 +181,18 @@ class _ModelAveraging:
         Under a `GradScaler`, a rank with non-finite gradients skips its own step but takes part in
         the averaging.
         """
+        require_members(self, self._averager.method)
         self._averager.prepare()
-        result = self._local_step(closure, **more)
+        result = local_step(self, closure, **more)
         self._averager.average(float(self.param_groups[0]["lr"]))
         inner = self._inner()
         if inner is not None:
             inner._opt_called = True  # an LR scheduler of the wrapped optimizer checks this
         return result
 
-    def _local_step(self: Any, closure: Any, **more: Any) -> Any:
-        bad, scale = vars(self).get("found_inf"), vars(self).get("grad_scale")
-        if bad is None:
-            return self._base.step(self, closure, **more)
-        if float(bad):
-            return None
-        if scale is not None:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.div_(scale.to(parameter.grad.device))
-        del self.found_inf, self.grad_scale  # else fused optimizers would unscale again
-        try:
-            return self._base.step(self, closure, **more)
-        finally:
-            self.found_inf, self.grad_scale = bad, scale
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        """Restore the wrapped optimizer's state in place."""
+        load_in_place(self, state_dict)
 
     def average_now(self: Any, model: torch.nn.Module | None = None) -> None:
         """Set the models of all ranks to their average; call it on all ranks after the same step.

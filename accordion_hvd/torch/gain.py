@@ -18,7 +18,9 @@ def gain_of(group: Mapping[str, Any], state: Mapping[str, Any]) -> float:
     momentum = group.get("momentum")
     moments = next((state[name] for name in MOMENTS if name in state), None)
     if moments is None or "acc_delta" in state:  # Adadelta has no learning rate in this sense
-        return gain.USUAL if momentum is None else gain.of_sgd(float(momentum))
+        if momentum is None:
+            return gain.USUAL
+        return gain.of_sgd(float(momentum)) * (1 - (group.get("dampening", 0) if momentum else 0))
     local: torch.Tensor = moments.to_local() if hasattr(moments, "to_local") else moments
     beta = group.get("betas", (0.0, 0.0))[1]  # optimizers of other packages may lack some entries
     steps = float(state.get("step", math.inf))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.comm.local import LocalCommunicator
 from accordion_hvd.comm.torch_distributed.communicator import TorchCommunicator
+from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.ops import torch as xp
+from accordion_hvd.policies import Policy
 from accordion_hvd.policies.privacy_accountant import per_sample
 from accordion_hvd.resolve import resolve
 from accordion_hvd.torch import validation
@@ -22,6 +24,15 @@ from accordion_hvd.validate import Use, validate
 
 class HookedReducer(Reducer):
     """A reducer over torch.distributed that averages gradients before the backward pass ends."""
+
+    open = False
+    owner = ""
+
+    def take_in(self, added: list[tuple[str, torch.Tensor]]) -> None:
+        """Refuse parameters of the optimizer that are not the model's."""
+        shapes = [tuple(parameter.shape) for _, parameter in added]
+        allowed = "one with parameters of the model only; others would differ between ranks"
+        check.refuse(self.owner, "optimizer", f"one with other parameters of {shapes=}", allowed)
 
     def connect(self) -> Communicator:
         if self.process_set.size() == 1:
@@ -68,12 +79,12 @@ class HookedState:
         self._reducer = reducer
 
     @property
-    def exchange(self) -> Any:
+    def exchange(self) -> Exchange:
         """Return the exchange, with `stats()` (bytes and times), `levels()` and the policy."""
         return self._reducer.exchange
 
     @property
-    def policy(self) -> Any:
+    def policy(self) -> Policy:
         """Return the policy."""
         return self._reducer.policy
 
@@ -88,6 +99,7 @@ def suitable(
     optimizer: torch.optim.Optimizer | None,
     skip: Sequence[str],
     passes: int = 1,
+    lr: Callable[[], float] | None = None,
 ) -> Any:
     """Return the policy that `compression` means, after a check that a hook can serve it.
 
@@ -99,8 +111,8 @@ def suitable(
     plain = optimizer is not None and validation.is_plain(optimizer)
     use = Use(
         module="accordion_hvd.torch", ranks=1, members=1, optimizer=type(optimizer).__name__,
-        plain=plain, skip=tuple(skip), passes=passes, owner=owner, takes_steps=False,
-        knows_optimizer=optimizer is not None,
+        plain=plain, skip=check.patterns(skip), passes=passes, owner=owner, takes_steps=False,
+        knows_optimizer=optimizer is not None, knows_rate=lr is not None,
     )  # fmt: skip
     validate(policy, use)
     if isinstance(policy, Averaging) or per_sample(policy):

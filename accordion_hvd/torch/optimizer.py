@@ -7,10 +7,11 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.agreement import require_agreement
 from accordion_hvd.comm.communicator import ProcessSet
@@ -23,7 +24,7 @@ from accordion_hvd.resolve import Compression, default_guard, resolve
 from accordion_hvd.torch import averaging, engines, validation
 from accordion_hvd.torch.engines import hvd
 from accordion_hvd.torch.reducer import Reducer
-from accordion_hvd.validate import check_adasum, check_arguments, check_passes, validate
+from accordion_hvd.validate import OWNER, check_adasum, check_arguments, check_passes, validate
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -45,7 +46,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     guard_every: int | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     ledger: LedgerOption = None,
-) -> Any:
+) -> WrappedOptimizer:
     """Wrap `optimizer` so that each step uses gradients that are averaged over all ranks.
 
     The signature is Horovod's, with a few more keyword arguments; None means Horovod's default.
@@ -56,7 +57,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         named_parameters=model.named_parameters(),
-        compression=Accordion(low=PowerSGD(4), high=PowerSGD(1), window=steps_per_epoch),
+        compression=Accordion(low=PowerSGD(4), high=PowerSGD(1), window=len(loader)),
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     for data, target in loader:
@@ -144,18 +145,19 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         raise ValueError(f"{name} is already distributed; do not wrap it in DistributedOptimizer.")
     names = validation.check_names(optimizer.param_groups, named_parameters)
     validation.check_parameters(names)
-    serving, passes = resolve(compression), backward_passes_per_step
+    validation.check_not_averaged(names)
+    serving, passes, skip = resolve(compression), backward_passes_per_step, check.patterns(skip)
     validate(serving, validation.use_of(optimizer, process_set, op == hvd.Sum, skip, passes))
     validation.check_optimizer(serving, optimizer, grad_scaler is not None)
     if isinstance(serving, Averaging):
         return averaging.wrap(optimizer, names, serving, process_set, Guard(guard, guard_every))
     options = {
         "policy": serving, "passes": passes, "total": op == hvd.Sum,
-        "sparse_as_dense": sparse_as_dense, "process_set": process_set, "skip": tuple(skip),
+        "sparse_as_dense": sparse_as_dense, "process_set": process_set, "skip": skip,
         "guard": Guard(guard, guard_every, default_guard(compression)), "scaler": grad_scaler,
         "predivide": gradient_predivide_factor, "ledger": as_ledger(ledger),
     }  # fmt: skip
-    wrapped = _wrap(type(optimizer), optimizer.__dict__, names, options)
+    wrapped: Any = _wrap(type(optimizer), optimizer.__dict__, names, options)
     wrapped._inner = weakref.ref(optimizer)
     return wrapped
 
@@ -189,16 +191,18 @@ class _Distributed(Controls):
     _base: Any
 
     def _set_up(self: Any, names: Named, options: dict[str, Any]) -> None:
-        self._names, self._options = list(names), options
+        self._options = options
         self._passes = options["passes"]
         self._should_synchronize = True
         self._exchanged = False
         self._accumulated, self._batch_counted = 0, False
-        self._averager = self._make_averager()
-        policy, named = options["policy"], self._names
+        self._averager = self._make_averager(names)
+        self._step_supports_amp_scaling = options["scaler"] is None  # see averaging.local_step
+        policy, named = options["policy"], self._averager.named
         self._models: Any = None  # the ModelAverager of a policy that alternates
         alternation = policy.observers.find(Alternation)
         if alternation is not None:
+            self._members = averaging.members(self)
             guard, process_set = options["guard"], options["process_set"]
             self._models = averaging.averager(
                 alternation.method, named, process_set, guard, alternation
@@ -206,12 +210,12 @@ class _Distributed(Controls):
         if options["scaler"] is not None:
             _synchronize_before_unscaling(options["scaler"], self)
 
-    def _make_averager(self: Any) -> Reducer:
+    def _make_averager(self: Any, names: Named) -> Reducer:
         keys = ("total", "sparse_as_dense", "skip", "scaler", "passes", "guard", "ledger")
         options = {key: self._options[key] for key in keys}
         reference: Any = weakref.ref(self)
         process_set = self._options["process_set"]
-        return Reducer(self._names, self._policy, process_set, reference, **options)
+        return Reducer(names, self._policy, process_set, reference, **options)
 
     # ------------------------------------------------------------------------ Horovod's interface
     @property
@@ -237,13 +241,13 @@ class _Distributed(Controls):
     @property
     def _parameter_names(self: Any) -> dict[torch.Tensor, str]:
         """Return names by parameter; private in Horovod as well, but scripts read it."""
-        return {parameter: name for name, parameter in self._names}
+        return {parameter: name for name, parameter in self._averager.named}
 
     def set_backward_passes_per_step(self: Any, passes: int) -> None:
         """Set the number of backward passes whose gradients are summed before an exchange."""
         check_passes(passes, self._policy)
         self._passes = self._options["passes"] = passes
-        self._averager.passes = passes
+        self._averager.passes = self._policy.passes = passes
         self._averager.reset()
 
     def synchronize(self: Any) -> None:
@@ -292,16 +296,15 @@ class _Distributed(Controls):
         if not self.full:
             self._batch_counted = False
             return result
+        self._heed_scaler()
         if self._should_synchronize:
             self._synchronize_for_step(closure)
         self._accumulated, self._batch_counted = 0, False
         self._prepare_models()
         with _scaled_rates(self.param_groups, self._observers.weight):
-            if closure is not None:
-                result = self._base.step(self, self._averaging(closure), **more)
-            else:
-                taken = self._base.step(self, **more)
-                result = taken if result is None else result
+            averaged = None if closure is None else self._averaging(closure)
+            taken = averaging.local_step(self, averaged, **more)
+            result = taken if result is None else result
         self._average_models()
         self._clear_finished()
         inner = self._inner()
@@ -334,20 +337,14 @@ class _Distributed(Controls):
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         """Add a parameter group; its gradients are averaged as well."""
         self._base.add_param_group(self, param_group)
-        index = len(self.param_groups) - 1
-        added = [
-            (f"group.{index}.{i}", p) for i, p in enumerate(self.param_groups[index]["params"])
-        ]
-        validation.check_parameters(added)
-        self._names += added
-        self._averager.watch(added)
+        self._averager._follow_groups()
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        """Restore the wrapped optimizer's state; pending gradients are discarded."""
+        """Restore the wrapped optimizer's state in place; pending gradients are discarded."""
         self._averager.reset()
         self._should_synchronize = True
         self._accumulated, self._batch_counted = 0, False
-        self._base.load_state_dict(self, state_dict)
+        averaging.load_in_place(self, state_dict)
 
     # ------------------------------------------------------------------------- accumulated batches
     @property
@@ -390,6 +387,7 @@ class _Distributed(Controls):
     def _prepare_models(self: Any) -> None:
         if self._models is None:
             return
+        averaging.require_members(self, self._models.method)
         if self._models.follow_mode():
             self._models.level(averaging.parameters(self._optimizer_state()))
         if self.averaging_models:
@@ -409,14 +407,36 @@ class _Distributed(Controls):
         """
         tensors = [
             (f"{name}/{key}", self.state[p][key])
-            for name, p in self._names
+            for name, p in self._averager.named
             for key in sorted(self.state.get(p, {}))
             if key != "step" and isinstance(self.state[p][key], torch.Tensor)
         ]
         lines = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in tensors]
-        device = self._names[0][1].device if self._names else None
+        device = self._averager.device
         require_agreement(self._averager.communicator, "\n".join(lines), device)
         return tensors
+
+    def _heed_scaler(self: Any) -> None:
+        """Prepare an exchange of unscaled gradients for a `GradScaler` that was not passed.
+
+        Only `step()` knows the scale, so that exchanges no longer begin in the backward pass.
+
+        Raises:
+            ValueError: if the policy does not work with a scaler, or if its residuals would be in
+                scaled units because the exchange has begun.
+        """
+        if "found_inf" not in vars(self):
+            return
+        validation.check_optimizer(self._policy, self, True)
+        averager = self._averager
+        begun = averager.finished or averager.in_flight
+        keeps = begun and any(entry.state for entry in averager.exchange.bucket_states)
+        if keeps or (averager.in_flight and self.grad_scale is None):
+            averager.reset()
+            allowed = "the GradScaler of this training: its gradients are averaged in scaled units"
+            check.refuse(OWNER, "grad_scaler", None, allowed)
+        averager.deferred = True
+        averager.loss_scale = self.grad_scale
 
     def _synchronize_for_step(self: Any, closure: Any) -> None:
         if self._averager.finished:
@@ -466,14 +486,23 @@ class _Distributed(Controls):
 
     def __reduce__(self: Any) -> Any:
         """Pickle or copy the optimizer with its policy; the copy exchanges its own gradients."""
-        rebuilt: tuple[str, ...] = ("_inner", "_names", "_options", "_passes", "_averager")
+        rebuilt: tuple[str, ...] = ("_inner", "_options", "_passes", "_averager")
         rebuilt += ("_should_synchronize", "_exchanged", "_accumulated", "_batch_counted", "step")
-        rebuilt += ("_models",)
+        rebuilt += ("_models", "_members")
         attributes = {k: v for k, v in vars(self).items() if k not in rebuilt}
         local = ("process_set", "scaler", "ledger")
         options = {k: v for k, v in self._options.items() if k not in local}
         ranks = self._options["process_set"].ranks
-        return _rebuild, (self._base, attributes, self._names, options, ranks)
+        return _rebuild, (self._base, attributes, self._averager.named, options, ranks)
+
+
+if TYPE_CHECKING:
+
+    class WrappedOptimizer(_Distributed, torch.optim.Optimizer):
+        """What `DistributedOptimizer` returns; its class is a subclass of the wrapped one's."""
+
+        def close(self) -> None:
+            """Stop averaging; of methods that always average models."""
 
 
 def _rebuild(

@@ -121,8 +121,8 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         process_set = hvd.global_process_set if process_set is None else process_set
         options = {
             "policy": staged(self.rule, policy), "process_set": process_set,
-            "skip": tuple(skip), "guard": Guard(guard, guard_every), "passes": 1, "total": False,
-            "sparse_as_dense": True, "scaler": None, "predivide": 1.0,
+            "skip": check.patterns(skip), "guard": Guard(guard, guard_every), "passes": 1,
+            "total": False, "sparse_as_dense": True, "scaler": None, "predivide": 1.0,
         }  # fmt: skip
         defaults = {
             "lr": lr, "weight_decay": weight_decay,
@@ -131,6 +131,7 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         torch.optim.Optimizer.__init__(self, params, defaults)
         names = validation.check_names(self.param_groups, named_parameters or self._own_names())
         validation.check_parameters(names)
+        validation.check_not_averaged(names)
         self._set_up(names, options)
 
     def __init_subclass__(cls, rule: type[UpdateRule] | None = None, **options: Any) -> None:
@@ -147,12 +148,12 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         groups = self.param_groups
         return [x for g in groups for x in zip(g["param_names"], g["params"], strict=True)]
 
-    def _make_averager(self) -> Reducer:
+    def _make_averager(self, names: Sequence[tuple[str, torch.Tensor]]) -> Reducer:
         options = self._options
         reference: Any = weakref.ref(self)
         settings = (*self.rule.group_settings, "weight_decay", "decoupled_weight_decay")
         return Reducer(
-            self._names, options["policy"], options["process_set"],
+            names, options["policy"], options["process_set"],
             reference, sparse_as_dense=True, skip=options["skip"],
             guard=options["guard"], settings=settings,
         )  # fmt: skip
@@ -187,6 +188,7 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
     def _prepare(self) -> None:
         """Unscale the local gradients, add coupled weight decay, and clip them."""
         scale = getattr(self, "grad_scale", None)  # set by a GradScaler during its call
+        self._averager._follow_groups()
         self._averager.watch([])  # layers may have been unfrozen
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None and p.requires_grad]
@@ -258,13 +260,7 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
             check.at_least(self, name, float(group[name]), least=0)
         if "_averager" not in vars(self):
             return
-        index = len(self.param_groups) - 1
-        numbered = [f"group.{index}.{i}" for i in range(len(group["params"]))]
-        names = group.get("param_names", numbered)
-        added = list(zip(names, group["params"], strict=True))
-        validation.check_parameters(added)
-        self._names += added
-        self._averager.watch(added)
+        self._averager._follow_groups()
 
     # ---------------------------------------------------------------------------------- checkpoints
     def state_dict(self) -> dict[str, Any]:

@@ -22,8 +22,9 @@ from accordion_hvd.engine.guard import Guard
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.privacy_accountant import per_sample
-from accordion_hvd.torch import engines
+from accordion_hvd.torch import engines, validation
 from accordion_hvd.torch.gain import gain_of
+from accordion_hvd.validate import OWNER
 
 _hooks: Any = WeakTensorKeyDictionary()  # from parameters to the handles of their hooks
 
@@ -35,11 +36,13 @@ class Watched:
     Attributes:
         name: its name; unique, and equal on all ranks.
         delay: number of backward passes until its gradient is exchanged.
+        mark: what `_mark` returned when the exchange of its gradient could begin.
     """
 
     parameter: torch.Tensor
     name: str
     delay: int
+    mark: tuple[int, int, int] | None = None
 
 
 class Reducer(GradientAverager[Exchange]):
@@ -48,6 +51,7 @@ class Reducer(GradientAverager[Exchange]):
     Args:
         named: (name, parameter) pairs; names are unique and equal on all ranks.
         optimizer: function that returns the optimizer, for its learning rates; None if unknown.
+        lr: function that returns the learning rate if the optimizer is unknown; None: 0.
         passes: number of backward passes whose gradients are summed before an exchange.
         total: whether to sum gradients instead of averaging them.
         sparse_as_dense: whether to exchange sparse gradients as dense ones.
@@ -58,15 +62,20 @@ class Reducer(GradientAverager[Exchange]):
 
     Attributes:
         hooked: whether hooks of the parameters announce gradients.
+        open: whether a script can change gradients between the backward pass and `finish`.
         finite: whether the gradients of the last exchange were finite on all ranks.
+        loss_scale: the loss scale of this step, if only the step knows it. Exchanges then wait for
+            the step (`deferred`).
         listening: whether exchanges start during the backward pass. If False, `finish` starts them.
         pending: whether some gradient has not been exchanged yet.
         finished: whether all gradients are averaged and no backward pass has followed.
     """
 
     framework = "torch"
-    hooked = True
+    hooked = open = True
     finite = True
+    deferred = False
+    loss_scale: torch.Tensor | None = None
     pending = finished = False
 
     def __init__(
@@ -76,6 +85,7 @@ class Reducer(GradientAverager[Exchange]):
         process_set: Any,
         optimizer: Callable[[], torch.optim.Optimizer | None],
         *,
+        lr: Callable[[], float] | None = None,
         passes: int = 1,
         total: bool = False,
         sparse_as_dense: bool = False,
@@ -86,15 +96,18 @@ class Reducer(GradientAverager[Exchange]):
         settings: Sequence[str] | None = None,
     ) -> None:
         self.settings, self.listening = settings, settings is None and self.hooked
-        self.scaler, self.optimizer, self.passes = scaler, optimizer, passes
+        self.scaler, self.optimizer, self.lr = scaler, optimizer, lr
+        self.passes = policy.passes = passes
         self._names: dict[torch.Tensor, str] = {}
         self._watched: dict[torch.Tensor, Watched] = {}  # parameters that need a gradient
+        self._members: list[int] = []  # ids of the parameters in the optimizer's groups
         self._ready: Counter[int] = Counter()  # number of ready members by bucket batch
         super().__init__(
             policy, process_set, total=total, sparse_as_dense=sparse_as_dense, skip=skip,
             guard=guard, ledger=ledger, with_settings=settings is not None,
         )  # fmt: skip
         self.watch(named)
+        self.check_patterns()
         checkpoint.register(self)
 
     # ------------------------------------------------------------------------------- parameters
@@ -102,6 +115,36 @@ class Reducer(GradientAverager[Exchange]):
         """Exchange the gradients of these parameters as well, as soon as they require gradients."""
         self._names |= {parameter: name for name, parameter in named}
         self._watch_unfrozen()
+
+    def _follow_groups(self) -> None:
+        """Notice parameters that were added to the optimizer's groups since the last step."""
+        groups = self.groups()
+        members = [id(parameter) for group in groups for parameter in group["params"]]
+        if members == self._members:
+            return
+        self._members = members
+        added = [
+            (_name_in(group, i, j), parameter)
+            for i, group in enumerate(groups)
+            for j, parameter in enumerate(group["params"])
+            if parameter not in self._names
+        ]
+        if added:
+            self.take_in(added)
+
+    def take_in(self, added: list[tuple[str, torch.Tensor]]) -> None:
+        """Exchange the gradients of parameters that were added to the optimizer's groups.
+
+        Raises:
+            RuntimeError: if the exchange of this step has begun without them.
+        """
+        if self.in_flight:
+            raise RuntimeError(
+                f"{OWNER}: parameter group {added[0][0]!r} was added between backward() and "
+                "step(), so its gradient was not averaged; add it before the backward pass."
+            )
+        validation.check_parameters(added)
+        self.watch(added)
 
     def _watch_unfrozen(self) -> None:
         """Watch parameters that require gradients now: layers may be unfrozen at any time."""
@@ -139,6 +182,10 @@ class Reducer(GradientAverager[Exchange]):
         """Return the parameters that require gradients, those of the last layers first."""
         return self._tensor_infos(list(self._watched))
 
+    @property
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, parameter) for parameter, name in self._names.items()]
+
     def replicas(self) -> dict[str, torch.Tensor]:
         """Return all parameters, including frozen ones."""
         return {name: parameter for parameter, name in self._names.items()}
@@ -164,8 +211,11 @@ class Reducer(GradientAverager[Exchange]):
             )
         self.pending, self.finished = True, False
         watched.delay -= 1
-        if watched.delay == 0 and self.agreed:
-            self._count_ready(watched)
+        if watched.delay == 0:
+            if self.open:
+                watched.mark = _mark(parameter.grad)
+            if self.agreed and not self.deferred:
+                self._count_ready(watched)
 
     @property
     def batches(self) -> int:
@@ -204,10 +254,13 @@ class Reducer(GradientAverager[Exchange]):
 
         Raises:
             RanksDisagree: at the first call, if the ranks have different settings.
+            RuntimeError: if a script has changed gradients, or added parameters, too early.
         """
         if self.idle:
             return
         try:
+            self._check_unchanged()
+            self._follow_groups()
             self._set_up()
             self._begin()
             self._start_missing()
@@ -217,6 +270,22 @@ class Reducer(GradientAverager[Exchange]):
             self.finished = True
         finally:
             self.reset()
+
+    def _check_unchanged(self) -> None:
+        """Raise RuntimeError if a gradient was changed after its exchange could begin."""
+        marked = [watched for watched in self._watched.values() if watched.mark is not None]
+        newest: dict[int, int] = {}  # views of one buffer count their changes together
+        for _, buffer, version in (watched.mark for watched in marked if watched.mark):
+            newest[buffer] = max(version, newest.get(buffer, 0))
+        for watched in marked:
+            place, buffer, _ = watched.mark or (0, 0, 0)
+            if _mark(watched.parameter.grad) != (place, buffer, newest[buffer]):
+                raise RuntimeError(
+                    f"{OWNER}: the gradient of {watched.name!r} was changed between backward() and "
+                    "step() (by clipping, or by scaler.unscale_), but gradients are averaged "
+                    "meanwhile. Call optimizer.synchronize() before the change, and step() within "
+                    "`with optimizer.skip_synchronize():`; or pass grad_scaler=."
+                )
 
     @property
     def in_flight(self) -> bool:
@@ -235,10 +304,12 @@ class Reducer(GradientAverager[Exchange]):
         self._ready.clear()
         delay = self.passes * self.batches
         for watched in self._watched.values():
-            watched.delay = delay
+            watched.delay, watched.mark = delay, None
+        self.loss_scale = None
 
     def _begin(self) -> None:
         if self.exchange.running is None:
+            self._follow_groups()
             self._watch_unfrozen()
             if self.settings is not None:
                 self.exchange.hyper = {
@@ -252,6 +323,10 @@ class Reducer(GradientAverager[Exchange]):
         optimizer = self.optimizer()
         return [] if optimizer is None else optimizer.param_groups
 
+    def rates(self) -> torch.Tensor | None:
+        found = [float(group["lr"]) for group in self.groups() if "lr" in group]
+        return torch.tensor(found, device=self.device) if found else None
+
     def gains(self, names: Sequence[str]) -> dict[str, float]:
         gains, optimizer = super().gains(names), self.optimizer()
         if optimizer is None:
@@ -264,9 +339,10 @@ class Reducer(GradientAverager[Exchange]):
 
     def _rates(self) -> dict[str, float]:
         rate = {p: float(group["lr"]) for group in self.groups() for p in group["params"]}
+        usual = 0.0 if self.lr is None else float(self.lr())
         for_all = self.settings is not None or self.policy.observers.any("decides_ahead")
         entries = [s for s in self.exchange.bucket_states if s.bucket.compress or for_all]
-        return {s.bucket.name: rate.get(self.keys[s.bucket.members[0]], 0.0) for s in entries}
+        return {s.bucket.name: rate.get(self.keys[s.bucket.members[0]], usual) for s in entries}
 
     def _count_ready(self, watched: Watched) -> None:
         """Count a ready member of a bucket batch; start the batch when all members are ready."""
@@ -299,7 +375,7 @@ class Reducer(GradientAverager[Exchange]):
         gradients, began = _samples if per_sample(self.policy) else self._gradients, perf_counter()
         grad = self.exchange.bucket_batches.pack(batch, gradients(parameters))
         with torch.no_grad():
-            if self.scaler is not None:
+            if self._scaled:
                 grad = grad.div_(self._scale())
             if self.batches > 1:
                 grad = grad.div_(self.batches)
@@ -317,10 +393,16 @@ class Reducer(GradientAverager[Exchange]):
         grad = parameter.grad
         if grad is None:
             return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-        return grad.to_dense() if grad.is_sparse else grad.detach()
+        return grad.to_dense() if grad.is_sparse else grad.data  # which counts its own changes
+
+    @property
+    def _scaled(self) -> bool:
+        return self.scaler is not None or self.loss_scale is not None
 
     def _scale(self) -> Any:
         """Return the loss scale, as a tensor if possible: reading it would wait for the GPU."""
+        if self.scaler is None:
+            return self.loss_scale
         lazily = getattr(self.scaler, "_get_scale_async", None)
         scale = lazily() if lazily is not None else None
         return self.scaler.get_scale() if scale is None else scale
@@ -329,13 +411,13 @@ class Reducer(GradientAverager[Exchange]):
     def _write(self, finite: bool) -> None:
         began = perf_counter()
         factor: Any = self.communicator.size if self.total else 1
-        if self.scaler is not None:
+        if self._scaled:
             factor = factor * self._scale()
         for index, batch in enumerate(self.exchange.bucket_batches.plan.batches):
             parameters = [self.keys[m] for m in batch.members]
             if finite:
                 means = self.exchange.bucket_batches.unpack(index)
-                if self.total or self.scaler is not None:
+                if self.total or self._scaled:
                     means = [mean.mul_(factor) for mean in means]
                 exclusive = not self.exchange.bucket_batches.shares(index)
             else:
@@ -429,6 +511,20 @@ def _samples(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
+def _name_in(group: dict[str, Any], number: int, index: int) -> str:
+    """Return the name of a parameter in a group, if it has one, else its position."""
+    names = group.get("param_names", [])
+    return names[index] if index < len(names) else f"group.{number}.{index}"
+
+
+def _mark(grad: torch.Tensor | None) -> tuple[int, int, int] | None:
+    """Return where a gradient and its buffer are, and a count of changes; None if it is sparse."""
+    if grad is None or grad.is_sparse:
+        return None
+    buffer = grad if grad._base is None else grad._base
+    return grad.data_ptr(), buffer.data_ptr(), grad._version
+
+
 def _set_gradient(parameter: torch.Tensor, mean: torch.Tensor, exclusive: bool) -> None:
     """Set the gradient to `mean`, without a copy if `mean` has exclusive use of its memory."""
     grad = parameter.grad
@@ -440,8 +536,9 @@ def _set_gradient(parameter: torch.Tensor, mean: torch.Tensor, exclusive: bool) 
         parameter.grad = mean.to_sparse(grad.sparse_dim())
     elif grad.data_ptr() != mean.data_ptr():
         same_layout = grad.is_contiguous() and mean.is_contiguous()
-        if exclusive and grad.dtype == mean.dtype and same_layout:
-            grad.set_(mean)
+        alone = grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
+        if exclusive and grad.dtype == mean.dtype and same_layout and alone:
+            grad.set_(mean)  # a view of a larger buffer stays one
         else:
             grad.copy_(mean)
 

@@ -66,6 +66,7 @@ def average(
     compression: Compression,
     *,
     optimizer: torch.optim.Optimizer | None = None,
+    lr: Callable[[], float] | None = None,
     passes: int = 1,
     skip: Sequence[str] = (),
     grad_scaler: torch.amp.GradScaler | None = None,
@@ -77,8 +78,9 @@ def average(
         model: the model. It must not be wrapped by torchft's `DistributedDataParallel`, which
             averages gradients without compression.
         compression: compressor, policy or spec string, as for `DistributedOptimizer`.
-        optimizer: the optimizer, whose learning rates some policies need. None: policies see a
-            constant learning rate; `Displacement` and `Goodput` are refused.
+        optimizer: the optimizer, whose learning rates policies such as `Accordion` watch.
+        lr: function that returns the learning rate, if there is no optimizer yet; `Displacement`
+            and `Goodput` need the optimizer.
         passes: number of backward passes whose gradients are summed before replicas exchange them.
         skip: shell-style patterns of the names of parameters whose gradients are sent uncompressed.
         grad_scaler: the `GradScaler`, if there is one. Residuals are then stored in unscaled units.
@@ -96,14 +98,14 @@ def average(
             f"{OWNER}: manager is a {type(manager).__name__}, but must be a torchft.Manager."
         )
     check_passes(passes)
-    policy = suitable(OWNER, compression, optimizer, skip, passes)
+    policy = suitable(OWNER, compression, optimizer, skip, passes, lr)
     if policy.topology_aware:
         check.refuse(OWNER, "compression", policy, "one that does not need to know hosts")
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    named = validation.plain_names(model.named_parameters())
     validation.check_parameters(named)
     reducer = ReplicaReducer(
         manager, named, policy, None, lambda: optimizer,
-        passes=passes, skip=tuple(skip), scaler=grad_scaler,
+        lr=lr, passes=passes, skip=skip, scaler=grad_scaler,
     )  # fmt: skip
     return Averager(manager, reducer)
 
@@ -162,6 +164,7 @@ class Averager(HookedState):
 class ReplicaReducer(BackwardReducer):
     """A reducer that exchanges gradients between the replicas of the present quorum."""
 
+    owner = OWNER
     idle = False  # a single replica keeps up its state for those that join
 
     def __init__(self, manager: Any, *args: Any, **options: Any) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from accordion_hvd import check
 from accordion_hvd.policies import Policy
@@ -43,6 +46,7 @@ def check_names(param_groups: list[dict[str, Any]], named: Any) -> list[tuple[st
             "named_parameters should be a sequence of tuples (name, parameter), usually produced "
             "by model.named_parameters()."
         )
+    named = plain_names(named)
     duplicates = sorted(name for name, count in Counter(n for n, _ in named).items() if count > 1)
     if duplicates:
         raise ValueError(
@@ -59,6 +63,27 @@ def check_names(param_groups: list[dict[str, Any]], named: Any) -> list[tuple[st
         )
     known = set(params)
     return [(name, p) for p, name in reversed(names.items()) if p in known]
+
+
+def plain_names(named: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Return (name, parameter) pairs without the prefixes of `torch.compile` and of DDP."""
+    pairs = [(name.replace("_orig_mod.", ""), parameter) for name, parameter in named]
+    while pairs and all(name.startswith("module.") for name, _ in pairs):
+        pairs = [(name.removeprefix("module."), parameter) for name, parameter in pairs]
+    return pairs
+
+
+def check_not_averaged(named: Iterable[tuple[str, Any]]) -> None:
+    """Raise ValueError if a DistributedDataParallel averages the gradients of these parameters."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    known = {id(parameter) for _, parameter in named}
+    kinds = [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]
+    if any(id(parameter) in known for module in kinds for parameter in module.parameters()):
+        allowed = (
+            "those of the module itself; to compress within it, use accordion_hvd.ddp.register"
+        )
+        check.refuse(OWNER, "named_parameters", "those of a DistributedDataParallel", allowed)
 
 
 def check_parameters(named: list[tuple[str, torch.Tensor]]) -> None:
@@ -110,7 +135,7 @@ def use_of(
         plain=is_plain(optimizer),
         one_rate=len({float(group["lr"]) for group in optimizer.param_groups}) == 1,
         total=total,
-        skip=tuple(skip),
+        skip=check.patterns(skip),
         passes=passes,
     )
 

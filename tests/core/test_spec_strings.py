@@ -76,6 +76,7 @@ def test_a_policy_in_a_word() -> None:
     ("word", "says"),
     [
         ("zip", "'zip' is not known; allowed are accordion, "),
+        ("powersdg:4", "did you mean 'powersgd'? allowed are accordion, "),
         ("topk:2", "TopK: ratio is 2"),
         ("topk:0.1,0.2", "TopK: wire is 0.2"),
         ("topk:0.1,'float16',3", "topk:0.1,'float16',3"),

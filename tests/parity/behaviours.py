@@ -495,6 +495,48 @@ def check_stats_count_what_travels(a: Adapter) -> None:
     assert np.isclose(stats["ratio"], stats["dense"] / stats["payload"])
 
 
+@eagerly
+def check_a_pattern_that_matches_nothing_is_refused(a: Adapter) -> None:
+    """A string is one pattern; each pattern matches some name."""
+    job = a.job(TopK(0.01), skip="sec*")
+    train(a, job, 1)
+    levels = job.optimizer.exchange.levels()
+    assert {name for name, level in levels.items() if level != "Dense()"} == {"first"}, levels
+    for compression, skip, argument in (
+        (TopK(0.01), ["sec*", "haed*"], "skip"),
+        (TopK(0.01), "haed*", "skip"),
+        (Fixed(TopK(0.01), overrides={"haed*": Dense()}), (), "overrides"),
+    ):
+        with refused(ValueError, f"{argument} is 'haed*'", "first"):
+            train(a, a.job(compression, skip=skip), 1)
+
+
+def check_windows_count_backward_passes(a: Adapter) -> None:
+    """`window=len(loader)` is an epoch if an exchange averages several passes, too."""
+    policy = Accordion(low=Dense(), high=TopK(0.05), window=4, interval=1, threshold=9.0)
+    job = a.job(policy, backward_passes_per_step=2)
+    for step in range(4):
+        job.accumulate([gradients(a.hvd.rank(), step)] * 2)
+    assert {row["window"] for row in policy.history} == {0}, policy.history
+
+
+def check_learning_rates_that_differ_are_reported(a: Adapter) -> None:
+    job = a.job(TopK(0.05), guard_every=4)
+    train(a, job, 2)
+    if a.hvd.rank() == a.hvd.size() - 1:
+        job.set_lr(0.5)
+    with refused((ReplicasDiffer, *a.failed), "learning rates"):
+        for _ in range(4):
+            job.step(ZEROS)
+
+
+@eagerly
+def check_sums_do_not_suit_displacement(a: Adapter) -> None:
+    policy = Displacement(Dense(), TopK(0.1), window=3)
+    with refused(ValueError, "op is 'hvd.Sum'", "Displacement"):
+        a.job(policy, op=a.hvd.Sum)
+
+
 def check_skip_patterns_travel_dense(a: Adapter) -> None:
     job = a.job(TopK(0.01), skip=["sec*"])
     train(a, job, 1)
@@ -749,14 +791,22 @@ def check_windows_end_by_hand_and_learning_rates_fall(a: Adapter) -> None:
     assert_equal_ranks(a, job)
 
 
-def check_without_a_window_there_is_an_error(a: Adapter) -> None:
-    job = a.job(Accordion(low=Dense(), high=TopK(0.1)), guard="off")
+def check_the_first_window_may_have_any_length(a: Adapter) -> None:
+    """A long window without an end gives one warning; `end_window()` then ends it."""
+    policy = Accordion(low=Dense(), high=TopK(0.1), threshold=9.0, interval=1)
+    job = a.job(policy, guard="off")
     patience, windows.PATIENCE = windows.PATIENCE, 3
     try:
-        with refused((RuntimeError, *a.failed), "window", "end_window"):
-            train(a, job, 5)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(a, job, 8)
     finally:
         windows.PATIENCE = patience
+    assert len([w for w in caught if "end_window" in str(w.message)]) == 1, caught
+    for _ in range(2):
+        job.optimizer.end_window()
+        train(a, job, 2)
+    assert {row["window"] for row in policy.history} == {0, 1}, policy.history
 
 
 def check_what_is_owed_is_paid_once(a: Adapter) -> None:

@@ -76,6 +76,12 @@ def with_keras(kind: str, scale: float) -> tuple[np.ndarray, np.ndarray, float]:
     return plain, changed, found
 
 
+def test_dampening() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.9, dampening=0.8)
+    assert torch_gain(optimizer.param_groups[0], {}) == pytest.approx(0.2 / (1 - 0.9))
+
+
 @pytest.mark.parametrize("train", [with_torch, with_keras])
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("kind", KINDS)

@@ -22,6 +22,7 @@ from accordion_hvd import (
     AdaComp,
     Dense,
     Displacement,
+    Fixed,
     Int8,
     PowerSGD,
     ScaleCom,
@@ -59,7 +60,7 @@ def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
 
 def wrapped(net: torch.nn.Module, compression: Any = None, **options: Any) -> Any:
     """Return a DDP model of several buckets and the state of the hook, if there is one."""
-    of_state = ("optimizer", "grad_scaler", "skip", "guard")
+    of_state = ("optimizer", "lr", "grad_scaler", "skip", "guard")
     mine = {key: options.pop(key) for key in of_state if key in options}
     model = DDP(net, bucket_cap_mb=options.pop("cap", 0.01), **options)
     return model, None if compression is None else ddp.register(model, compression, **mine)
@@ -140,7 +141,7 @@ def check_accordion_switches_by_windows() -> None:
     assert_same(model)
     assert levels(state) == {"PowerSGD(rank=1)"}
     by_hand = Accordion(low=PowerSGD(2), high=PowerSGD(1), window=None, interval=1, threshold=1e9)
-    model, state = wrapped(network(), by_hand)
+    model, state = wrapped(network(), by_hand, lr=lambda: 0.1)
     train(model, 3)
     assert levels(state) == {"PowerSGD(rank=2)"}
     train(model, 3, after=state.end_window)
@@ -273,6 +274,60 @@ def check_resuming_equals_not_stopping() -> None:
         assert torch.equal(weights(model), weights(whole)), by_file
 
 
+def check_windows_count_passes_without_sync() -> None:
+    """`window=len(loader)` is an epoch although `no_sync()` accumulates gradients."""
+    net = network()
+    policy = Accordion(low=PowerSGD(2), high=PowerSGD(1), window=8, interval=1, threshold=1e9)
+    model, state = wrapped(net, policy, lr=lambda: 0.1)
+    for step in range(12):
+        if step % 4 < 3:
+            with model.no_sync():
+                loss_of(model, step).backward()
+        else:
+            loss_of(model, step).backward()
+    assert {row["window"] for row in policy.history} == {0}, policy.history
+    assert state.exchange.steps == 3
+
+
+def check_compiled_modules_have_the_modules_names() -> None:
+    for make in (lambda m: DDP(torch.compile(m, backend="eager")), DDP):
+        net = network()
+        model = make(net)
+        state = ddp.register(model, Fixed(TopK(0.1), overrides={"2.weight": Dense()}))
+        loss_of(model, 0).backward()
+        levels = state.exchange.levels()
+        assert levels["2.weight"] == "Dense()" and levels["0.weight"] == repr(TopK(0.1)), levels
+
+
+def check_parameters_that_ddp_does_not_average_are_refused() -> None:
+    """Those that are unfrozen after DDP was made, and those that only the optimizer has."""
+    net = network()
+    net[0].requires_grad_(False)
+    model, _ = wrapped(net, TopK(0.1))
+    loss_of(model, 0).backward()
+    net[0].requires_grad_(True)
+    with refused(RuntimeError, "'0.", "requires a gradient now", "DistributedDataParallel"):
+        loss_of(model, 1).backward()
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model, _ = wrapped(net, TopK(0.1), optimizer=optimizer)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    with refused(ValueError, "optimizer is", "(3,)"):
+        loss_of(model, 0).backward()
+
+
+def check_two_averages_of_one_gradient_are_refused() -> None:
+    """`DistributedOptimizer` refuses the parameters of a DDP module, whatever their names."""
+    net = network()
+    model = DDP(net)
+    for named in (model.named_parameters(), net.named_parameters()):
+        with refused(ValueError, "DistributedDataParallel", "ddp.register"):
+            hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), named, TopK(0.1))
+    with refused(ValueError, "DistributedDataParallel"):
+        hvd.OnebitAdam(net.parameters())
+    del model
+
+
 def check_a_group_of_some_ranks() -> None:
     members = list(range(1, dist.get_world_size()))
     group = dist.new_group(members)
@@ -299,6 +354,8 @@ def check_refusals() -> None:
     displacement = Displacement(PowerSGD(4), PowerSGD(1), window=5)
     with refused(ValueError, "ddp.register does not know the optimizer", "pass optimizer="):
         ddp.register(model, displacement)
+    with refused(ValueError, "optimizer is None", "lr="):
+        ddp.register(model, Accordion(PowerSGD(4), PowerSGD(1), window=5))
     ddp.register(model, TopK(0.1))
     with refused(RuntimeError, "register_comm_hook"):
         ddp.register(model, TopK(0.1))

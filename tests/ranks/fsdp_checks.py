@@ -130,7 +130,7 @@ def check_replicas_are_equal() -> None:
 
 def check_accordion_switches() -> None:
     policy = Accordion(low=PowerSGD(2), high=PowerSGD(1), window=2, interval=1, threshold=1e9)
-    model, state = sharded(network(), policy)
+    model, state = sharded(network(), policy, lr=lambda: 0.1)
     train(model, range(8))
     assert_same(model)
     assert "PowerSGD(rank=1)" in state.exchange.levels().values()
@@ -225,6 +225,23 @@ def check_resuming_equals_not_stopping() -> None:
         state.load_state_dict({"rank99": b""})
     dist.barrier()
     shutil.rmtree(folder[0], ignore_errors=True)
+
+
+def check_unfrozen_layers_take_part() -> None:
+    net = network()
+    net[0].requires_grad_(False)
+    model, state = sharded(net, TopK(0.3), guard_every=1)
+    for step in range(6):
+        if step == 3:
+            net[0].requires_grad_(True)
+        model.zero_grad()
+        loss_of(model, step).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=0.1)
+    assert_same(model)
+    assert any(name.startswith("0.") for name in state.exchange.levels())
 
 
 def check_refusals() -> None:

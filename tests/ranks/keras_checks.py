@@ -684,6 +684,9 @@ def check_refusals() -> None:
     raises(ValueError, "already", lambda: hvd.DistributedOptimizer(
         hvd.DistributedOptimizer(SGD(0.1))))  # fmt: skip
     raises(TypeError, "Keras 3 optimizer", lambda: hvd.DistributedOptimizer("sgd"))
+    raises(ValueError, "name is TopK(ratio=0.1)", lambda: hvd.DistributedOptimizer(
+        SGD(0.1), TopK(0.1)))  # fmt: skip
+    raises(AttributeError, "write accordion_hvd.TopK", lambda: hvd.TopK)
     variable = keras.Variable(tf.zeros((2,)))
     opt = hvd.DistributedOptimizer(SGD(0.1))
     opt.build([variable])

@@ -187,9 +187,9 @@ def check_clipping_and_closures() -> None:
 
 
 def check_several_passes_make_a_small_batch() -> None:
-    """Two backward passes of half the loss each are one small batch."""
+    """Two backward passes of half the loss each are one small batch; windows count passes."""
     model = network()
-    optimizer = wrapped(model, growing(), backward_passes_per_step=2)
+    optimizer = wrapped(model, growing(window=2 * WINDOW), backward_passes_per_step=2)
     for x, y in batches(3 * WINDOW):
         optimizer.zero_grad()
         for _ in range(2):

@@ -273,12 +273,48 @@ def bind(step: Any, variable: Any) -> Any:
     return lambda x: step(x, variable)
 
 
+def bind_first(step: Any, variable: Any) -> Any:
+    return lambda x, y: step(variable, x, y)
+
+
+def check_losses_of_one_step_have_residuals_of_their_own() -> None:
+    """Two tapes, or two calls of one tape, serve two losses of the same variables.
+
+    What each loss owes is paid in steps without gradients, and not to the other.
+    """
+
+    def two_tapes(variable: Any, x: tf.Tensor, y: tf.Tensor) -> list[Any]:
+        with tf.GradientTape() as one, tf.GradientTape() as two:
+            first, second = tf.reduce_sum(variable * x), tf.reduce_sum(variable * y)
+        one, two = (hvd.DistributedGradientTape(t, compression=TopK(0.1)) for t in (one, two))
+        return [one.gradient(first, [variable])[0], two.gradient(second, [variable])[0]]
+
+    def one_tape(variable: Any, x: tf.Tensor, y: tf.Tensor) -> list[Any]:
+        with tf.GradientTape(persistent=True) as tape:
+            losses = tf.reduce_sum(variable * x), tf.reduce_sum(variable * y)
+        tape = hvd.DistributedGradientTape(tape, compression=TopK(0.1))
+        return [tape.gradient(loss, [variable])[0] for loss in losses]
+
+    for step in (two_tapes, one_tape):
+        for graph in (False, True):
+            variable, totals = keras.Variable(tf.zeros((40, 40)), name="w"), [0.0, 0.0]
+            run = in_graph(graph, bind_first(step, variable))
+            for number in range(14):
+                factor = float(number < 2)
+                x = tf.constant(rank_gradient(number)) * factor
+                means = run(x, 0.01 * x)
+                totals = [t + mean.numpy() for t, mean in zip(totals, means, strict=True)]
+            want = everywhere(rank_gradient(0) + rank_gradient(1)).mean(0)
+            np.testing.assert_allclose(totals[0], want, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(totals[1], 0.01 * want, rtol=1e-4, atol=1e-7)
+
+
 def check_tape_with_accordion() -> None:
     """A policy that is shared by all tapes changes levels, eagerly and within a tf.function."""
     for graph in (False, True):
         variable = keras.Variable(tf.zeros((40, 40)), name="w")
         accordion = Accordion(low=PowerSGD(2), high=TopK(0.1), window=2, interval=1, threshold=0.9)
-        run = in_graph(graph, tape_step([variable], compression=accordion))
+        run = in_graph(graph, tape_step([variable], compression=accordion, lr=lambda: 0.1))
         for number in range(7):
             scale = 10.0 if number == 4 else 1.0
             mean = run(tf.constant(rank_gradient(0) * scale))[0].numpy()

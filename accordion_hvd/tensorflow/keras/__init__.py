@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from accordion_hvd import check
 from accordion_hvd.comm.horovod.keras import hvd as _horovod
 from accordion_hvd.engine.checkpoint import load_state, save_state
 from accordion_hvd.tensorflow.functions import broadcast_global_variables, init
@@ -60,7 +61,7 @@ else:
 
 def __getattr__(name: str) -> Any:
     """Return any other name from `horovod.tensorflow.keras`."""
-    return getattr(_horovod, name)
+    return check.attribute(__name__, _horovod, name)
 
 
 def __dir__() -> list[str]:

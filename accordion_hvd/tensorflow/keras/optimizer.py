@@ -7,11 +7,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
+from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.communicator import ProcessSet
 from accordion_hvd.comm.horovod.tensorflow import hvd
@@ -51,7 +52,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     guard: Mode | None = None,
     guard_every: int | None = None,
     ledger: LedgerOption = None,
-) -> Any:
+) -> WrappedOptimizer:
     """Wrap `optimizer` so that each step uses gradients that are averaged over all ranks.
 
     The signature is Horovod's, with a few more keyword arguments. The result works in `fit` and in
@@ -133,11 +134,16 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         raise ValueError("op is hvd.Adasum, which is not supported with Keras; use hvd.Average.")
     validation.check_strategy()
     check_passes(backward_passes_per_step)
+    if not (name is None or isinstance(name, str)):
+        allowed = (
+            "a string or None; pass compression= by keyword, since the second argument is name"
+        )
+        check.refuse(OWNER, "name", name, allowed)
     if num_groups != 0:
         warnings.warn(
             "Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, 2
         )
-    serving, passes = resolve(compression), backward_passes_per_step
+    serving, passes, skip = resolve(compression), backward_passes_per_step, check.patterns(skip)
     validate(serving, validation.use_of(optimizer, process_set, op == hvd.Sum, skip, passes))
     validation.check_optimizer(serving, optimizer)
     if isinstance(serving, Averaging):
@@ -149,7 +155,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         return wrapped
     mode = Guard(guard, guard_every, default_guard(compression)).mode
     settings = Settings(
-        serving, process_set, op == hvd.Sum, sparse_as_dense, tuple(skip), mode, guard_every,
+        serving, process_set, op == hvd.Sum, sparse_as_dense, skip, mode, guard_every,
         scale_local_gradients, passes, average_aggregated_gradients, ledger=as_ledger(ledger),
     )  # fmt: skip
     wrapped = wrap(optimizer, settings)
@@ -183,7 +189,7 @@ class Settings:
         """
         policy = copy.deepcopy(self.policy) if self.used else self.policy
         ledger = None if self.used else self.ledger
-        self.used = True
+        self.used, policy.passes = True, self.passes
         return TensorFlowGradientAverager(
             policy,
             self.process_set,
@@ -285,6 +291,7 @@ class _Distributed(Controls):
         reference = weakref.ref(self)
         self._averager = self._settings.averager(lambda: _exchanged(reference()))
         self._averager.gain = lambda variable: gain_of(reference(), variable)
+        self._averager.rate = lambda: reference()._rate()  # type: ignore[union-attr]
         self._models = self._settings.models(self._averager)  # the model averager, or None
         self._sums: list[tf.Variable] = []
         self._passes: tf.Variable | None = None
@@ -487,6 +494,24 @@ class _Distributed(Controls):
         with tf.init_scope():
             self._passes = create(0, tf.int64)
             self._sums = [create(tf.zeros(tuple(v.shape), v.dtype)) for v in variables]
+
+
+if TYPE_CHECKING:
+
+    class WrappedOptimizer(_Distributed):
+        """What `DistributedOptimizer` returns; its class is a subclass of the wrapped one's."""
+
+        name: str
+        learning_rate: Any
+        iterations: Any
+        variables: Any
+        dynamic_scale: Any
+        apply_gradients: Any
+        get_config: Any
+        scale_loss: Any
+
+        def close(self) -> None:
+            """Stop averaging; of methods that always average models."""
 
 
 class _ModelAveraging(_Distributed):

@@ -260,8 +260,8 @@ class CompressedOptimizer(_Ruled, Directions):
         decayed = {"weight_decay": float(weight_decay or 0.0), "decoupled_weight_decay": True}
         hyper = {"": decayed, UNDECAYED: decayed | {"weight_decay": 0.0}}
         settings = Settings(
-            staged(rule, policy), process_set or hvd.global_process_set, False, True, tuple(skip),
-            guard, guard_every, False, passes, True, hyper,
+            staged(rule, policy), process_set or hvd.global_process_set, False, True,
+            check.patterns(skip), guard, guard_every, False, passes, True, hyper,
         )  # fmt: skip
         Guard(guard, guard_every)
         plain = {

@@ -1,0 +1,343 @@
+"""What scripts do between `backward()` and `step()`, over any engine; gradients are known by hand.
+
+Losses are linear in the weights, so that the gradient of rank r in step t is `gradient(t, r)`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import harness
+import torch
+from harness import refused, some
+
+import accordion_hvd.torch as hvd
+from accordion_hvd import (
+    DPSGD,
+    EF21,
+    WAGMA,
+    Accordion,
+    Dense,
+    DiLoCo,
+    Fixed,
+    LocalSGD,
+    PowerSGD,
+    TopK,
+)
+
+torch.set_num_threads(1)
+INIT = hvd.init
+SHAPE = (40, 40)
+
+
+def gradient(step: int, rank: int | None = None, salt: int = 0) -> torch.Tensor:
+    rank = hvd.rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(1000 * salt + 10 * step + rank)
+    return torch.randn(SHAPE, generator=generator)
+
+
+def total(steps: range, salt: int = 0) -> torch.Tensor:
+    """Return the sum of the mean gradients of these steps."""
+    every = [gradient(step, rank, salt) for step in steps for rank in range(hvd.size())]
+    return torch.stack(every).sum(0) / hvd.size()
+
+
+def zeros(count: int = 1) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.zeros(SHAPE)) for _ in range(count)]
+
+
+def wrapped(plain: torch.optim.Optimizer, compression: Any, **options: Any) -> Any:
+    return hvd.DistributedOptimizer(plain, compression=compression, **options)
+
+
+def assert_equal_ranks(*parameters: torch.Tensor) -> None:
+    rows = hvd.allgather(torch.stack([p.detach() for p in parameters])[None], name="doors.rows")
+    assert torch.isfinite(rows).all() and (rows == rows[0]).all()
+
+
+# ------------------------------------------------------------------------- late parameters
+def add(how: str, optimizer: Any, plain: Any, parameter: torch.nn.Parameter) -> None:
+    if how == "wrapped":
+        optimizer.add_param_group({"params": [parameter]})
+    elif how == "plain":
+        plain.add_param_group({"params": [parameter]})
+    else:
+        optimizer.param_groups[0]["params"].append(parameter)
+
+
+def check_late_parameters_take_part() -> None:
+    """A parameter that joins the groups of either optimizer is averaged from its first step on."""
+    for how in ("wrapped", "plain", "list"):
+        for compression in some((TopK(1.0), Dense(), PowerSGD(2)), (TopK(1.0),)):
+            head, body = zeros(2)
+            plain = torch.optim.SGD([head], lr=1.0)
+            optimizer = wrapped(plain, compression)
+            for step in range(6):
+                if step == 3:
+                    add(how, optimizer, plain, body)
+                optimizer.zero_grad()
+                loss = (head * gradient(step)).sum()
+                loss = loss + (body * gradient(step, salt=1)).sum() if step >= 3 else loss
+                loss.backward()
+                optimizer.step()
+            assert_equal_ranks(head, body)
+            if not isinstance(compression, PowerSGD):
+                torch.testing.assert_close(body.detach(), -total(range(3, 6), salt=1))
+
+
+def check_parameters_added_after_the_backward_pass_are_refused() -> None:
+    head, body = zeros(2)
+    optimizer = wrapped(torch.optim.SGD([head], lr=1.0), TopK(1.0))
+    for step in range(2):
+        optimizer.zero_grad()
+        ((head + body) * gradient(step)).sum().backward()
+        if step == 1:
+            optimizer.param_groups[0]["params"].append(body)
+            with refused(RuntimeError, "group.0.1", "between backward() and step()"):
+                optimizer.step()
+        else:
+            optimizer.step()
+
+
+def check_late_parameters_of_averaged_models_are_refused() -> None:
+    methods = [LocalSGD(2), DiLoCo(2), DPSGD("ring"), WAGMA()]
+    methods = [m for m in methods if not isinstance(m, WAGMA) or hvd.size() > 2]
+    for method in some([*methods, None], [*methods[:1], None]):
+        for how in ("wrapped", "plain", "list"):
+            at_times = Accordion(low=Dense(), high=LocalSGD(2), window=4)
+            head, body = zeros(2)
+            plain = torch.optim.SGD([head], lr=1.0)
+            optimizer = wrapped(plain, method or at_times)
+            (head * gradient(0)).sum().backward()
+            optimizer.step()
+            add(how, optimizer, plain, body)
+            with refused(RuntimeError, "were added", repr(method or LocalSGD(2))):
+                optimizer.step()
+
+
+def check_late_parameters_of_compressed_optimizers_take_part() -> None:
+    for how in ("wrapped", "list"):
+        head, body = zeros(2)
+        optimizer = hvd.CDAdam([head], lr=0.1)
+        for step in range(6):
+            if step == 3:
+                add(how, optimizer, optimizer, body)
+            optimizer.zero_grad()
+            loss = (head * gradient(step)).sum()
+            (loss + (body * gradient(step, salt=1)).sum() if step >= 3 else loss).backward()
+            optimizer.step()
+        assert_equal_ranks(head, body)
+        assert body.abs().max() > 0
+
+
+# ------------------------------------------------------------------- changes of the gradients
+CHANGES: dict[str, Callable[[list[Any]], Any]] = {
+    "clip_grad_norm_": lambda ps: torch.nn.utils.clip_grad_norm_(ps, 1.0),
+    "clip_grad_value_": lambda ps: torch.nn.utils.clip_grad_value_(ps, 1e-3),
+    "add_": lambda ps: [p.grad.add_(p.detach(), alpha=0.1) for p in ps],
+    "replaced": lambda ps: [setattr(p, "grad", p.grad * 0.5) for p in ps],
+}
+
+
+def check_changed_gradients_are_refused() -> None:
+    """In the first step, whose exchange begins in `step()`, and in later ones."""
+    for changed in CHANGES.values():
+        for passes in (1, 2):
+            for last in (0, 2):
+                (w,) = zeros()
+                plain = torch.optim.SGD([w], lr=1.0)
+                optimizer = wrapped(plain, TopK(1.0), backward_passes_per_step=passes)
+                for step in range(last + 1):
+                    optimizer.zero_grad()
+                    for _ in range(passes):
+                        (w * gradient(step)).sum().backward()
+                    if step < last:
+                        optimizer.step()
+                        continue
+                    changed([w])
+                    before = w.detach().clone()
+                    with refused(RuntimeError, "allreduce.noname.0.0", "synchronize()"):
+                        optimizer.step()
+                    assert torch.equal(before, w)
+
+
+def check_changes_after_synchronize_are_honoured() -> None:
+    (w,) = zeros()
+    optimizer = wrapped(torch.optim.SGD([w], lr=1.0), TopK(1.0))
+    for step in range(3):
+        optimizer.zero_grad()
+        (w * gradient(step)).sum().backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_([w], 1.0)
+        before = w.detach().clone()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert abs(float((w - before).norm()) - 1) < 1e-4
+    assert_equal_ranks(w)
+
+
+def check_views_of_a_flat_buffer_stay_views() -> None:
+    for compression in (Dense(), EF21(TopK(1.0)), TopK(1.0)):
+        shapes = [(300, 300), (40, 50), (300,)]
+        parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        flat = torch.zeros(sum(p.numel() for p in parameters))
+        for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            p.grad = part.view_as(p)
+        optimizer = wrapped(torch.optim.SGD(parameters, lr=1.0), compression)
+        for step in range(4):
+            flat.zero_()
+            factor = float(step + 1) * (hvd.rank() + 1)
+            torch.stack([p.sum() * factor for p in parameters]).sum().backward()
+            optimizer.step()
+        wanted = -10 * (hvd.size() + 1) / 2
+        for p in parameters:
+            torch.testing.assert_close(p.detach(), torch.full_like(p, wanted))
+            assert p.grad.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+        flat.fill_(1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)  # without a backward pass, it is no change
+
+
+# --------------------------------------------------------------------------- mixed precision
+def scaled_steps(optimizer: Any, w: Any, steps: range, bad: int = -1, **more: Any) -> Any:
+    """Train as PyTorch's manual does; in the step `bad`, the last rank has an infinite gradient."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2)
+    for step in steps:
+        optimizer.zero_grad()
+        factors = gradient(step)
+        if step == bad and hvd.rank() == hvd.size() - 1:
+            factors[0, 0] = float("inf")
+        scaler.scale((w * factors).sum()).backward()
+        before = w.detach().clone()
+        scaler.step(optimizer, **more)
+        assert (step == bad) == torch.equal(before, w), step
+        scaler.update()
+    return scaler
+
+
+def check_a_grad_scaler_as_in_the_manual() -> None:
+    """It need not be passed, though its scale grows, and one rank's overflow skips all steps."""
+    for compression in (Dense(), TopK(1.0), hvd.Compression.none):
+        for bad in (-1, 3):
+            (w,) = zeros()
+            optimizer = wrapped(torch.optim.SGD([w], lr=1.0), compression)
+            scaler = scaled_steps(optimizer, w, range(6), bad)
+            assert scaler.get_scale() != 2.0**16
+            wanted = -total(range(6)) + (total(range(3, 4)) if bad == 3 else 0)
+            torch.testing.assert_close(w.detach(), wanted, rtol=1e-4, atol=1e-5)
+            assert_equal_ranks(w)
+
+
+def check_residuals_do_not_follow_the_scale() -> None:
+    """With and without `grad_scaler=`, what is owed is paid while the scale doubles."""
+    for passed in (True, False):
+        (w,) = zeros()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
+        options = {"grad_scaler": scaler} if passed else {}
+        optimizer = wrapped(torch.optim.SGD([w], lr=1.0), TopK(0.1), **options)
+        for step in range(34):  # the last ones have zero gradients and flush the residuals
+            optimizer.zero_grad()
+            scaler.scale((w * gradient(step) * float(step < 4)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update(2.0 ** (10 + step % 3))
+        torch.testing.assert_close(w.detach(), -total(range(4)), rtol=1e-4, atol=1e-4)
+
+
+def check_scaled_averages_with_residuals_are_refused() -> None:
+    """Horovod's recipe averages scaled gradients, which only suits what keeps no residuals."""
+    for compression, fits in ((Dense(), True), (TopK(0.1), False)):
+        (w,) = zeros()
+        optimizer = wrapped(torch.optim.SGD([w], lr=1.0), compression)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale((w * gradient(0)).sum()).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_([w], 1.0)
+        with told(fits, "grad_scaler is None"), optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        assert not fits or abs(float(w.detach().norm()) - 1) < 1e-4
+
+
+@contextmanager
+def told(fits: bool, *words: str) -> Iterator[None]:
+    if fits:
+        yield
+    else:
+        with refused(ValueError, *words):
+            yield
+
+
+def check_clipping_of_unscaled_gradients_needs_the_scaler() -> None:
+    for passed in (True, False):
+        (w,) = zeros()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        options = {"grad_scaler": scaler} if passed else {}
+        optimizer = wrapped(torch.optim.SGD([w], lr=1.0), TopK(1.0), **options)
+        scaler.scale((w * gradient(0)).sum()).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_([w], 1.0)
+        if passed:
+            scaler.step(optimizer)
+            assert abs(float(w.detach().norm()) - 1) < 1e-4
+        else:
+            with refused(RuntimeError, "grad_scaler="):
+                scaler.step(optimizer)
+
+
+# --------------------------------------------------------------------------------- schedules
+def check_schedules_made_before_wrapping() -> None:
+    """Rates fall on all ranks after a broadcast or a load of the optimizer's state."""
+    sgd, adamw = torch.optim.SGD, torch.optim.AdamW
+    for kind, compression in ((sgd, PowerSGD(2)), (adamw, Dense()), (adamw, LocalSGD(3))):
+        for how in ("broadcast", "load"):
+            (w,) = zeros()
+            plain = kind([w], lr=1.0)
+            schedule = torch.optim.lr_scheduler.StepLR(plain, 1, gamma=0.5)
+            optimizer = wrapped(plain, compression)
+            if how == "broadcast":
+                hvd.broadcast_optimizer_state(optimizer, 0)
+            else:
+                optimizer.load_state_dict(optimizer.state_dict())
+            rates = []
+            for step in range(4):
+                rates.append(optimizer.param_groups[0]["lr"])
+                optimizer.zero_grad()
+                (w * gradient(step)).sum().backward()
+                optimizer.step()
+                schedule.step()
+            assert rates == [1.0, 0.5, 0.25, 0.125], (kind, how, rates)
+            assert plain.state is optimizer.state or isinstance(compression, LocalSGD)
+
+
+# ------------------------------------------------------------------------------------- names
+def check_names_have_no_prefixes() -> None:
+    """Patterns match the names of a module that is compiled, wrapped, or both."""
+    for make in (torch.compile, torch.nn.DataParallel, lambda m: torch.nn.DataParallel(m)):
+        network = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Linear(40, 40))
+        outer = make(network)
+        plain = torch.optim.SGD(outer.parameters(), lr=0.1)
+        policy = Fixed(TopK(0.1), overrides={"1.weight": Dense()})
+        optimizer = hvd.DistributedOptimizer(plain, outer.named_parameters(), policy)
+        network(torch.ones(2, 40)).sum().backward()
+        optimizer.step()
+        levels = optimizer.exchange.levels()
+        assert levels["1.weight"] == "Dense()" and levels["0.weight"] == repr(TopK(0.1)), levels
+
+
+def check_mean_gradients_need_no_warning() -> None:
+    """A plain training raises no warning at all."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (w,) = zeros()
+        optimizer = wrapped(torch.optim.SGD([w], lr=1.0), TopK(1.0))
+        for step in range(4):
+            optimizer.zero_grad()
+            (w * gradient(step)).sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(w.detach(), -total(range(4)))
+
+
+if __name__ == "__main__":
+    harness.main(globals())
