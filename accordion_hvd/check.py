@@ -25,9 +25,10 @@ def attribute(module: str, engine: Any, name: str) -> Any:
     try:
         return getattr(engine, name)
     except AttributeError:
-        ours = name in dir(accordion_hvd) and not name.startswith("_")
-        where = f"; write accordion_hvd.{name}" if ours else ""
-        raise AttributeError(f"module {module!r} has no attribute {name!r}{where}") from None
+        if name.startswith("_") or name not in dir(accordion_hvd):
+            raise
+        told = f"module {module!r} has no attribute {name!r}; write accordion_hvd.{name}"
+        raise AttributeError(told) from None
 
 
 def is_integer(value: Any) -> bool:

@@ -20,6 +20,7 @@ training loop does not change: after `backward()`, the gradients are averaged ov
 from __future__ import annotations
 
 import io
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
 __all__ = ["State", "between"]
 
 OWNER = "fsdp.between"
+
+_reducers: Any = weakref.WeakKeyDictionary()
+"""Reducers by model: they serve it even if the caller drops the state."""
 
 
 def between(
@@ -88,6 +92,7 @@ def between(
         TypeError: if `compression` is no compressor, policy or spec string.
     """
     named = validation.plain_names(model.named_parameters())
+    named = [(n, p) for n, p in named if p.requires_grad or hasattr(p, "to_local")]
     for name, parameter in named:
         if not hasattr(parameter, "to_local"):
             raise ValueError(
@@ -102,6 +107,7 @@ def between(
         lr=lr, passes=passes, skip=skip, scaler=grad_scaler, ledger=ledger,
         guard=Guard(guard, guard_every, default_guard(compression)),
     )  # fmt: skip
+    _reducers[model] = reducer
     source = dist.get_process_group_ranks(group)[0]
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(_local(tensor), source, group)

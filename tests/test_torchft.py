@@ -64,11 +64,12 @@ class Manager:
 class Replica:
     """A model, its manager and its averager."""
 
-    def __init__(self, compression: str) -> None:
+    def __init__(self, compression: str, frozen: bool = False) -> None:
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(
             torch.nn.Linear(40, 50), torch.nn.Tanh(), torch.nn.Linear(50, 4)
         )
+        self.model[0].requires_grad_(not frozen)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
         self.manager = Manager()
         self.averager = average(self.manager, self.model, compression, lr=lambda: 0.1)
@@ -297,6 +298,18 @@ def test_the_end_of_a_window_outlives_a_failed_step() -> None:
     before = replicas[0].averager.policy.state_dict()
     train(replicas)
     assert replicas[0].averager.policy.state_dict() == before
+
+
+def test_unfrozen_layers_take_part() -> None:
+    replicas = [Replica("topk:0.3", frozen=True) for _ in range(2)]
+    connect(replicas)
+    train(replicas, 3)
+    before = replicas[0].model[0].weight.detach().clone()
+    for replica in replicas:
+        replica.model[0].requires_grad_(True)
+    train(replicas, 3, seed=3)
+    assert torch.equal(replicas[0].weights(), replicas[1].weights())
+    assert not torch.equal(before, replicas[0].model[0].weight)
 
 
 def test_bad_input_is_refused() -> None:

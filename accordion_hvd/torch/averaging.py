@@ -90,13 +90,14 @@ def local_step(optimizer: Any, closure: Any, **more: Any) -> Any:
     are not finite, which the scaler saw before they were averaged.
     """
     bad, scale = vars(optimizer).get("found_inf"), vars(optimizer).get("grad_scale")
+    given = () if closure is None else (closure,)  # some optimizers take none
     if bad is None:
-        return optimizer._base.step(optimizer, closure, **more)
+        return optimizer._base.step(optimizer, *given, **more)
     if not _unscale(optimizer, torch.ones_like(bad) if scale is None else scale):
         return None
     del optimizer.found_inf, optimizer.grad_scale  # else fused optimizers would unscale again
     try:
-        return optimizer._base.step(optimizer, closure, **more)
+        return optimizer._base.step(optimizer, *given, **more)
     finally:
         optimizer.found_inf, optimizer.grad_scale = bad, scale
 

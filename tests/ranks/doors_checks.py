@@ -133,6 +133,23 @@ def check_late_parameters_of_compressed_optimizers_take_part() -> None:
         assert body.abs().max() > 0
 
 
+def check_unfrozen_layers_take_part() -> None:
+    """Of averaged models and of compressed optimizers; frozen layers do not move."""
+    for make in (lambda ps: wrapped(torch.optim.SGD(ps, lr=0.1), LocalSGD(2)), hvd.CDAdam):
+        head, body = zeros(2)
+        body.requires_grad_(False)
+        optimizer = make([head, body])
+        for step in range(8):
+            if step == 4:
+                assert body.abs().max() == 0
+                body.requires_grad_(True)
+            optimizer.zero_grad()
+            ((head + body) * gradient(step)).sum().backward()
+            optimizer.step()
+        assert_equal_ranks(head, body)
+        assert body.abs().max() > 0
+
+
 # ------------------------------------------------------------------- changes of the gradients
 CHANGES: dict[str, Callable[[list[Any]], Any]] = {
     "clip_grad_norm_": lambda ps: torch.nn.utils.clip_grad_norm_(ps, 1.0),
@@ -177,6 +194,22 @@ def check_changes_after_synchronize_are_honoured() -> None:
             optimizer.step()
         assert abs(float((w - before).norm()) - 1) < 1e-4
     assert_equal_ranks(w)
+
+
+def check_local_gradients_may_be_changed() -> None:
+    """Averaged models and compressed optimizers use what `.grad` holds when `step()` is called."""
+    (w,) = zeros()
+    optimizer = wrapped(torch.optim.SGD([w], lr=1.0), LocalSGD(1))
+    (w * gradient(0)).sum().backward()
+    w.grad.mul_(0.5)
+    optimizer.step()
+    torch.testing.assert_close(w.detach(), -0.5 * total(range(1)))
+    (w,) = zeros()
+    optimizer = hvd.Adam([w], lr=1.0)
+    (w * gradient(0)).sum().backward()
+    w.grad.copy_(torch.ones(SHAPE))
+    optimizer.step()
+    torch.testing.assert_close(w.detach(), -torch.ones(SHAPE))
 
 
 def check_views_of_a_flat_buffer_stay_views() -> None:

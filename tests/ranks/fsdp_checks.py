@@ -244,6 +244,15 @@ def check_unfrozen_layers_take_part() -> None:
     assert any(name.startswith("0.") for name in state.exchange.levels())
 
 
+def check_other_parameters_of_the_optimizer_are_refused() -> None:
+    net, _ = sharded(network())
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    fsdp.between(net, mesh()["replicas"], TopK(0.3), optimizer=optimizer)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    with refused(ValueError, "fsdp.between: optimizer is", "(3,)"):
+        loss_of(net, 0).backward()
+
+
 def check_refusals() -> None:
     plain = network()
     with refused(ValueError, "'0.weight' is not sharded"):
