@@ -1,10 +1,11 @@
-"""Checks of arguments; each error names the owner, the argument, its value and what is allowed."""
+"""Checks of arguments and names; an error names owner, argument, value and what is allowed."""
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 
@@ -73,6 +74,15 @@ def one_of(owner: Any, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
 def patterns(skip: str | Sequence[str]) -> tuple[str, ...]:
     """Return name patterns as a tuple; a string is one pattern."""
     return (skip,) if isinstance(skip, str) else tuple(skip)
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether `name` matches one of the patterns, such as "encoder.*"."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def first_match(name: str, patterns: Iterable[str]) -> str | None:
+    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
 
 
 def mapping(owner: Any, name: str, value: Any) -> None:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from accordion_hvd.core.patterns import first_match, matches
+from accordion_hvd.check import first_match, matches
 from accordion_hvd.ops.spec import ITEMSIZE
 
 MIN_ELEMENTS = 1024

@@ -19,7 +19,6 @@ from accordion_hvd.comm import fp16_reduction, hosts, tcp
 from accordion_hvd.comm.agreement import require_agreement
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Tensor
-from accordion_hvd.core.patterns import matches
 from accordion_hvd.engine import bucket_state, checkpoint, rank_changes
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange, usual_gains
@@ -169,7 +168,7 @@ class GradientAverager(abc.ABC, Generic[E]):
         names = list(self.replicas())
         for argument, patterns in (("skip", self.skip), ("overrides", self.policy.overrides)):
             for pattern in patterns:
-                if names and not any(matches(name, [pattern]) for name in names):
+                if names and not any(check.matches(name, [pattern]) for name in names):
                     allowed = f"a pattern of names such as {names[0]!r} and {names[-1]!r}"
                     check.refuse(self.owner, argument, pattern, allowed)
 

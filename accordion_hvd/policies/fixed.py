@@ -7,7 +7,6 @@ from typing import Any
 
 from accordion_hvd import check
 from accordion_hvd.core.base import Compressor
-from accordion_hvd.core.patterns import first_match
 from accordion_hvd.policies.base import Policy, agree
 from accordion_hvd.policies.gate import Gate, as_gate
 from accordion_hvd.policies.privacy_accountant import PrivacyAccountant
@@ -68,5 +67,5 @@ def override(overrides: Mapping[str, Compressor], name: str) -> Compressor | Non
     The bucket's name is such as "fc.weight", or "fc.weight+2" for three tensors.
     """
     tensor, plus, others = name.rpartition("+")
-    pattern = first_match(tensor if plus and others.isdigit() else name, overrides)
+    pattern = check.first_match(tensor if plus and others.isdigit() else name, overrides)
     return None if pattern is None else overrides[pattern]

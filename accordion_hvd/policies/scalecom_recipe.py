@@ -9,7 +9,6 @@ from accordion_hvd import check
 from accordion_hvd.compressors.dense import Dense
 from accordion_hvd.compressors.scalecom import ScaleCom
 from accordion_hvd.core.base import Compressor
-from accordion_hvd.core.patterns import first_match, matches
 from accordion_hvd.policies.base import Seen
 from accordion_hvd.policies.decision import Decision
 from accordion_hvd.policies.schedule import StepSchedule
@@ -69,9 +68,9 @@ class ScaleComRecipe(StepSchedule):
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
         """Return (Dense,) for the first layer; for others Dense, if it serves, and ScaleCom."""
-        if matches(name, self.first):
+        if check.matches(name, self.first):
             return (Dense(),)
-        pattern = first_match(name, self._layers)
+        pattern = check.first_match(name, self._layers)
         compressed = self._others if pattern is None else self._layers[pattern]
         return (Dense(), compressed) if self.dense else (compressed,)
 

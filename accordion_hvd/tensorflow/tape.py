@@ -101,6 +101,9 @@ def DistributedGradientTape(  # noqa: N802 (Horovod's name)
         TypeError: if `compression` is no compression; raised by the first call of `gradient`.
     """
     check_arguments(op, (hvd.Average, hvd.Sum, hvd.Adasum), gradient_predivide_factor, groups)
+    validation.check_positions(
+        "DistributedGradientTape", device_dense=device_dense, device_sparse=device_sparse
+    )
     if op == hvd.Adasum:
         check_adasum(compression)
     if num_groups != 0:

@@ -38,6 +38,13 @@ def use_of(optimizer: Any, process_set: Any, total: bool, skip: Sequence[str], p
     )
 
 
+def check_positions(owner: str, **texts: Any) -> None:
+    """Raise ValueError unless arguments are texts, since a compression by position is none."""
+    for name, value in texts.items():
+        if not (value is None or isinstance(value, str)):
+            check.refuse(owner, name, value, "a string; pass compression= by keyword")
+
+
 def check_optimizer(serving: Serving, optimizer: Any) -> None:
     """Check what `validate` cannot: accumulation, moving averages and loss scaling in Keras.
 

@@ -20,7 +20,7 @@ from accordion_hvd.engine.controls import Controls
 from accordion_hvd.engine.guard import Guard, Mode
 from accordion_hvd.engine.ledger import LedgerOption, as_ledger
 from accordion_hvd.policies.alternation import Alternation
-from accordion_hvd.resolve import Compression, default_guard, resolve
+from accordion_hvd.resolve import Compression, default_guard, is_ours, resolve
 from accordion_hvd.torch import averaging, engines, validation
 from accordion_hvd.torch.engines import hvd
 from accordion_hvd.torch.reducer import Reducer
@@ -143,6 +143,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if hasattr(optimizer, "exchange_owner"):
         name = type(optimizer).__name__
         raise ValueError(f"{name} is already distributed; do not wrap it in DistributedOptimizer.")
+    if is_ours(named_parameters):
+        allowed = "(name, parameter) pairs; pass compression= by keyword"
+        check.refuse(OWNER, "named_parameters", named_parameters, allowed)
     names = validation.check_names(optimizer.param_groups, named_parameters)
     validation.check_parameters(names)
     validation.check_not_averaged(names)

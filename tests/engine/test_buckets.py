@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accordion_hvd.core.patterns import matches
+from accordion_hvd.check import matches
 from accordion_hvd.engine.buckets import MIN_ELEMENTS, TensorInfo, fingerprint, make_buckets
 from accordion_hvd.engine.plan import SMALL, make_groups, make_plan
 

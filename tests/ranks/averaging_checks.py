@@ -311,7 +311,7 @@ def check_interrupted_while_it_waits_for_all() -> None:
 def check_interrupts_at_any_moment() -> None:
     """Ctrl-C on all ranks, at slightly different moments, ends the averaging on all ranks."""
     for turn in range(6):
-        averaging = WaitAvoiding([np.zeros(40)], group_size=2, period=4, timeout=10)
+        averaging = WaitAvoiding([np.zeros(40)], group_size=2, period=4, timeout=60)
         timer = threading.Timer(0.05 + 0.003 * RANK * turn, os.kill, (os.getpid(), signal.SIGINT))
         try:
             with averaging:

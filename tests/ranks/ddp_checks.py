@@ -24,11 +24,13 @@ from accordion_hvd import (
     Displacement,
     Fixed,
     Int8,
+    LocalSGD,
     PowerSGD,
     ScaleCom,
     TopK,
     ddp,
 )
+from accordion_hvd.engine.guard import ReplicasDiffer
 from accordion_hvd.optimizers import OnebitAdam
 
 torch.set_num_threads(1)
@@ -316,13 +318,23 @@ def check_parameters_that_ddp_does_not_average_are_refused() -> None:
         loss_of(model, 0).backward()
 
 
+def check_learning_rates_that_differ_are_reported() -> None:
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1 + 0.1 * (dist.get_rank() == 1))
+    model, _ = wrapped(net, TopK(0.1), optimizer=optimizer)
+    with refused(ReplicasDiffer, "learning rates"):
+        loss_of(model, 0).backward()
+
+
 def check_two_averages_of_one_gradient_are_refused() -> None:
     """`DistributedOptimizer` refuses the parameters of a DDP module, whatever their names."""
     net = network()
     model = DDP(net)
-    for named in (model.named_parameters(), net.named_parameters()):
-        with refused(ValueError, "DistributedDataParallel", "ddp.register"):
-            hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), named, TopK(0.1))
+    for named in ([*model.named_parameters()], [*net.named_parameters()]):
+        for compression in (TopK(0.1), LocalSGD(2)):
+            plain = torch.optim.SGD(net.parameters(), 0.1)
+            with refused(ValueError, "DistributedDataParallel", "ddp.register"):
+                hvd.DistributedOptimizer(plain, named, compression)
     with refused(ValueError, "DistributedDataParallel"):
         hvd.OnebitAdam(net.parameters())
     del model

@@ -27,6 +27,7 @@ from accordion_hvd import (
     PowerSGD,
     TopK,
 )
+from accordion_hvd.engine.guard import ReplicasDiffer
 
 torch.set_num_threads(1)
 INIT = hvd.init
@@ -213,13 +214,14 @@ def check_local_gradients_may_be_changed() -> None:
 
 
 def check_views_of_a_flat_buffer_stay_views() -> None:
-    for compression in (Dense(), EF21(TopK(1.0)), TopK(1.0)):
+    for compression in (Dense(), EF21(TopK(1.0)), TopK(1.0), LocalSGD(1), hvd.Adam):
         shapes = [(300, 300), (40, 50), (300,)]
         parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
         flat = torch.zeros(sum(p.numel() for p in parameters))
         for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
             p.grad = part.view_as(p)
-        optimizer = wrapped(torch.optim.SGD(parameters, lr=1.0), compression)
+        plain, ours = torch.optim.SGD(parameters, lr=1.0), compression is hvd.Adam
+        optimizer = hvd.Adam(parameters) if ours else wrapped(plain, compression)
         for step in range(4):
             flat.zero_()
             factor = float(step + 1) * (hvd.rank() + 1)
@@ -227,7 +229,7 @@ def check_views_of_a_flat_buffer_stay_views() -> None:
             optimizer.step()
         wanted = -10 * (hvd.size() + 1) / 2
         for p in parameters:
-            torch.testing.assert_close(p.detach(), torch.full_like(p, wanted))
+            assert ours or torch.allclose(p, torch.full_like(p, wanted))
             assert p.grad.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
         flat.fill_(1.0)
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)  # without a backward pass, it is no change
@@ -357,6 +359,37 @@ def check_names_have_no_prefixes() -> None:
         optimizer.step()
         levels = optimizer.exchange.levels()
         assert levels["1.weight"] == "Dense()" and levels["0.weight"] == repr(TopK(0.1)), levels
+
+
+def check_compression_by_position_is_refused() -> None:
+    for compression in (PowerSGD(2), LocalSGD(2), Accordion, "topk:0.1"):
+        plain = torch.optim.SGD(zeros(), lr=1.0)
+        with refused(ValueError, "named_parameters is", "compression= by keyword"):
+            hvd.DistributedOptimizer(plain, compression)  # type: ignore[arg-type]
+
+
+def check_rates_and_patterns_of_compressed_optimizers() -> None:
+    """The guard compares their learning rates, and a pattern must match a name."""
+    (w,) = zeros()
+    with refused(ValueError, "skip is 'haed*'"):
+        hvd.Adam([("head", w)], skip="haed*")
+    optimizer = hvd.Adam([("head", w)], lr=0.1, guard_every=2)
+    for step in range(4):
+        optimizer.zero_grad()
+        (w * 0.0).sum().backward()
+        if step == 3 and hvd.rank() == hvd.size() - 1:
+            optimizer.param_groups[0]["lr"] = 0.2
+        with differing(step == 3):
+            optimizer.step()
+
+
+@contextmanager
+def differing(expected: bool) -> Iterator[None]:
+    if expected:
+        with refused(ReplicasDiffer, "learning rates"):
+            yield
+    else:
+        yield
 
 
 def check_mean_gradients_need_no_warning() -> None:

@@ -260,6 +260,8 @@ def check_refusals() -> None:
     model, _ = sharded(copy.deepcopy(plain))
     with refused(ValueError, "WAGMA"):
         fsdp.between(model, mesh(), WAGMA())
+    with refused(ValueError, "fsdp.between: skip is 'haed*'"):
+        fsdp.between(model, mesh()["replicas"], TopK(0.1), skip="haed*")
     with refused(ValueError, "backward_passes_per_step is 0"):
         fsdp.between(model, mesh(), TopK(0.1), passes=0)
 

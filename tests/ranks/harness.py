@@ -57,6 +57,7 @@ def _open(kind: str) -> TextIO:
 _record = _open("jsonl") if _FOLDER else None
 _stacks = _open("batching") if _FOLDER else sys.stderr
 faulthandler.enable(_stacks)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs of the background
 faulthandler.register(signal.SIGUSR1, _stacks)  # launch.py sends it after its own limit
 if _FOLDER:
     open(os.path.join(_FOLDER, f"pid{os.getpid()}"), "w").close()  # this process handles SIGUSR1

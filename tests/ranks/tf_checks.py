@@ -359,6 +359,18 @@ def check_tape_with_adasum() -> None:
         tf.GradientTape(), op=hvd.Adasum, compression=TopK(0.1)))  # fmt: skip
 
 
+def check_compression_by_position_is_refused() -> None:
+    for arguments in ((TopK(0.1),), ("", TopK(0.1))):
+        raises(ValueError, "is TopK(ratio=0.1)", lambda given=arguments: (
+            hvd.DistributedGradientTape(tf.GradientTape(), *given)))  # fmt: skip
+
+
+def check_tape_with_a_pattern_that_matches_nothing() -> None:
+    variable = keras.Variable(tf.zeros((40, 40)), name="w")
+    step = tape_step([variable], compression=TopK(0.1), skip="haed*")
+    raises(ValueError, "skip is 'haed*'", lambda: step(tf.ones((40, 40))))
+
+
 def check_tape_with_displacement() -> None:
     variable = tf.Variable(tf.zeros((40, 40)))
     step = tape_step([variable], compression=Displacement(TopK(0.1), TopK(0.01), window=5))

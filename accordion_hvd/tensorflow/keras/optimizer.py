@@ -134,11 +134,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         raise ValueError("op is hvd.Adasum, which is not supported with Keras; use hvd.Average.")
     validation.check_strategy()
     check_passes(backward_passes_per_step)
-    if not (name is None or isinstance(name, str)):
-        allowed = (
-            "a string or None; pass compression= by keyword, since the second argument is name"
-        )
-        check.refuse(OWNER, "name", name, allowed)
+    validation.check_positions(
+        OWNER, name=name, device_dense=device_dense, device_sparse=device_sparse
+    )
     if num_groups != 0:
         warnings.warn(
             "Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, 2
