@@ -146,6 +146,7 @@ class State:
         ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
         named = [(name, p) for name, p in model.named_parameters() if name not in ignored]
         self._named = validation.plain_names(named)
+        self._own = frozenset(map(id, model.parameters()))
         validation.check_parameters(self._named)
         self._group, self._optimizer = process_group, optimizer
         self._options = {
@@ -163,6 +164,7 @@ class State:
                 self._named, self.policy, of_group(self._group),
                 lambda: optimizer, **self._options,
             )  # fmt: skip
+            self._reducer.own = self._own
             if self._loaded is not None:
                 self._reducer.adopt(self._loaded)
         return self._reducer
@@ -251,6 +253,7 @@ class BucketReducer(HookedReducer):
         if first:
             most = torch.tensor([max(self._counted, 1)], dtype=torch.int32, device=self.device)
             self.policy.passes = int(self.communicator.run(f"{self.name}.passes", largest(most)))
+            self._counted = 0  # a loaded state makes ranks agree, and count, again
 
     def _watch_unfrozen(self) -> None:
         late = [n for p, n in self._names.items() if p.requires_grad and p not in self._watched]

@@ -107,7 +107,7 @@ def between(
         lr=lr, passes=passes, skip=skip, scaler=grad_scaler, ledger=ledger,
         guard=Guard(guard, guard_every, default_guard(compression)),
     )  # fmt: skip
-    _reducers[model] = reducer
+    _reducers[model], reducer.own = reducer, frozenset(map(id, model.parameters()))
     source = dist.get_process_group_ranks(group)[0]
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(_local(tensor), source, group)

@@ -27,10 +27,13 @@ class HookedReducer(Reducer):
 
     open = False
     owner = ""
+    own: frozenset[int] = frozenset()  # ids of all parameters of the model
 
     def take_in(self, added: list[tuple[str, torch.Tensor]]) -> None:
         """Refuse parameters of the optimizer that are not the model's."""
-        shapes = [tuple(parameter.shape) for _, parameter in added]
+        shapes = [tuple(parameter.shape) for _, parameter in added if id(parameter) not in self.own]
+        if not shapes:
+            return  # such as those of which this rank has no rows
         allowed = "one with parameters of the model only; others would differ between ranks"
         check.refuse(self.owner, "optimizer", f"one with other parameters of {shapes=}", allowed)
 

@@ -502,7 +502,7 @@ class _Distributed(Controls):
 if TYPE_CHECKING:
 
     class WrappedOptimizer(_Distributed, torch.optim.Optimizer):
-        """What `DistributedOptimizer` returns; its class is a subclass of the wrapped one's."""
+        """The type of a `DistributedOptimizer`, whose class is made when it wraps an optimizer."""
 
         def close(self) -> None:
             """Stop averaging; of methods that always average models."""

@@ -107,6 +107,7 @@ def average(
         manager, named, policy, None, lambda: optimizer,
         lr=lr, passes=passes, skip=skip, scaler=grad_scaler,
     )  # fmt: skip
+    reducer.own = frozenset(map(id, model.parameters()))
     return Averager(manager, reducer)
 
 

@@ -289,6 +289,11 @@ def check_windows_count_passes_without_sync() -> None:
             loss_of(model, step).backward()
     assert {row["window"] for row in policy.history} == {0}, policy.history
     assert state.exchange.steps == 3
+    state.load_state_dict(state.state_dict())
+    for step in range(4):
+        with nullcontext() if step == 3 else model.no_sync():
+            loss_of(model, step).backward()
+    assert policy.passes == 4
 
 
 def check_compiled_modules_have_the_modules_names() -> None:

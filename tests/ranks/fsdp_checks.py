@@ -244,6 +244,18 @@ def check_unfrozen_layers_take_part() -> None:
     assert any(name.startswith("0.") for name in state.exchange.levels())
 
 
+def check_the_optimizer_may_have_empty_shards() -> None:
+    """A tensor with fewer rows than there are shards has no rows on some ranks."""
+    net, _ = sharded(torch.nn.Sequential(torch.nn.Linear(32, 40), torch.nn.Linear(40, 1)))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    fsdp.between(net, mesh()["replicas"], TopK(0.3), optimizer=optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        net(batch(step)[0]).square().mean().backward()
+        optimizer.step()
+    assert_same(net)
+
+
 def check_other_parameters_of_the_optimizer_are_refused() -> None:
     net, _ = sharded(network())
     optimizer = torch.optim.SGD(net.parameters(), 0.1)

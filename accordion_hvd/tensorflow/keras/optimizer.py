@@ -497,7 +497,7 @@ class _Distributed(Controls):
 if TYPE_CHECKING:
 
     class WrappedOptimizer(_Distributed):
-        """What `DistributedOptimizer` returns; its class is a subclass of the wrapped one's."""
+        """The type of a `DistributedOptimizer`, whose class is made when it wraps an optimizer."""
 
         name: str
         learning_rate: Any
