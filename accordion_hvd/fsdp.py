@@ -98,6 +98,7 @@ def between(
             raise ValueError(
                 f"{OWNER}: parameter {name!r} is not sharded; call fully_shard on the model first."
             )
+    validation.check_not_averaged(named, OWNER)
     check_passes(passes)
     policy = suitable(OWNER, compression, optimizer, skip, passes, lr)
     group = mesh.get_group(0) if mesh.ndim > 1 else mesh.get_group()

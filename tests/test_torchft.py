@@ -64,7 +64,7 @@ class Manager:
 class Replica:
     """A model, its manager and its averager."""
 
-    def __init__(self, compression: str, frozen: bool = False) -> None:
+    def __init__(self, compression: str, frozen: bool = False, optimizer: bool = False) -> None:
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(
             torch.nn.Linear(40, 50), torch.nn.Tanh(), torch.nn.Linear(50, 4)
@@ -72,13 +72,17 @@ class Replica:
         self.model[0].requires_grad_(not frozen)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
         self.manager = Manager()
-        self.averager = average(self.manager, self.model, compression, lr=lambda: 0.1)
+        known: Any = {"optimizer": self.optimizer} if optimizer else {"lr": lambda: 0.1}
+        self.averager = average(self.manager, self.model, compression, **known)
+
+    def loss(self, seed: int) -> torch.Tensor:
+        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(seed))
+        return (self.model(x) - x[:, :4]).square().mean()
 
     def step(self, seed: int) -> None:
-        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(seed))
         self.averager.start_quorum()
         self.optimizer.zero_grad()
-        (self.model(x) - x[:, :4]).square().mean().backward()
+        self.loss(seed).backward()
         if self.averager.should_commit():
             self.optimizer.step()
 
@@ -310,6 +314,53 @@ def test_unfrozen_layers_take_part() -> None:
     train(replicas, 3, seed=3)
     assert torch.equal(replicas[0].weights(), replicas[1].weights())
     assert not torch.equal(before, replicas[0].model[0].weight)
+
+
+def test_gradients_in_a_flat_buffer_stay_there() -> None:
+    replicas, plain = [Replica("dense") for _ in range(2)], [Replica("dense") for _ in range(2)]
+    flats = []
+    for replica in replicas:
+        parameters = [*replica.model.parameters()]
+        sizes = [p.numel() for p in parameters]
+        flats.append(torch.zeros(sum(sizes)))
+        for p, part in zip(parameters, flats[-1].split(sizes), strict=True):
+            p.grad = part.view_as(p)
+        replica.optimizer.zero_grad = flats[-1].zero_  # type: ignore[method-assign]
+    for group in (replicas, plain):
+        connect(group)
+        train(group, 3)
+    assert torch.equal(replicas[0].weights(), plain[0].weights())
+    for replica, flat in zip(replicas, flats, strict=True):
+        places = {p.grad.untyped_storage().data_ptr() for p in replica.model.parameters()}
+        assert places == {flat.untyped_storage().data_ptr()}
+
+
+@pytest.mark.parametrize("what", ["learning rates", "2.bias"])
+def test_replicas_that_differ_are_reported(what: str) -> None:
+    """As soon as none of them heals, whose weights are old."""
+    replicas = [Replica("topk:0.1", optimizer=True) for _ in range(2)]
+    if what == "learning rates":
+        replicas[1].optimizer.param_groups[0]["lr"] = 0.2
+    else:
+        replicas[1].model[2].bias.data += 1.0
+    connect(replicas)
+    replicas[1].manager.heals = True
+    train(replicas)
+    replicas[1].manager.heals = False
+    with pytest.raises(AssertionError, match=f"ReplicasDiffer.*{what}"):
+        train(replicas)
+
+
+def test_what_a_hook_cannot_serve_is_refused() -> None:
+    replicas = [Replica("topk:0.1") for _ in range(2)]
+    connect(replicas)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    at_once([lambda r=r: scaler.scale(r.loss(0)).backward() for r in replicas])
+    for replica in replicas:
+        with pytest.raises(ValueError, match="torchft.average: grad_scaler is None"):
+            scaler.step(replica.optimizer)
+    with pytest.raises(AssertionError, match="pass passes="):
+        at_once([lambda r=r: r.loss(0).backward() for r in replicas])
 
 
 def test_bad_input_is_refused() -> None:

@@ -216,7 +216,7 @@ class ModelAverager(checkpoint.Keeper):
         if self._engine is not None:
             self._engine.close()  # a state was loaded since it was made
         values = (given or self.parameters).read()
-        self._compare(values, 1)
+        self._compare(values, 1, ())
         self._group_by_dtype(values)
         self._begin(self._vectors(values), self._saved or {})
         self._saved, self._ready, self.equal = None, True, True
@@ -249,11 +249,14 @@ class ModelAverager(checkpoint.Keeper):
             device = self.xp.device(model)
             state.update({k: self.xp.asarray(np.array(v), device) for k, v in old.items()})
 
-    def average(self, lr: float, given: Parameters | None = None) -> None:
+    def average(
+        self, lr: float, given: Parameters | None = None, rates: Sequence[float] = ()
+    ) -> None:
         """Average the models after an optimizer step.
 
         Args:
             given: tensors to average in place of `parameters`, as in `prepare`.
+            rates: all learning rates of the optimizer, which the guard compares.
         """
         if self.single_rank:
             return
@@ -270,7 +273,7 @@ class ModelAverager(checkpoint.Keeper):
         self.steps, self.total_steps = self.steps + 1, self.total_steps + 1
         self._seconds += time.perf_counter() - began
         if self.equal and self.guard.due(self.steps):
-            self._compare(model.read(), self.steps)
+            self._compare(model.read(), self.steps, rates or [lr])
 
     def average_now(self, statistics: Parameters | None = None) -> None:
         """Replace the models of all ranks by their average; all ranks call it after the same step.
@@ -374,10 +377,11 @@ class ModelAverager(checkpoint.Keeper):
                 values[i] = xp.cast(xp.reshape(part, shape), xp.dtype(like[i]))
         return values
 
-    def _compare(self, values: Sequence[Tensor], step: int) -> None:
+    def _compare(self, values: Sequence[Tensor], step: int, rates: Sequence[float]) -> None:
         if self.guard.mode != "off":
-            names = [row.name for row in self._agreed]
-            sums = self.xp.stack([self.xp.checksum(value) for value in values])
+            names = ["learning rates", *(row.name for row in self._agreed)]
+            lr = self.xp.asarray(np.array([*rates, 0.0], np.float32), self.parameters.device)
+            sums = self.xp.stack([self.xp.checksum(value) for value in (lr, *values)])
             self.guard.compare(self.communicator, step, names, sums)
 
     # -------------------------------------------------------------------------------- elastic jobs

@@ -27,7 +27,7 @@ from accordion_hvd.policies.privacy_accountant import PrivacyAccountant, per_sam
 from accordion_hvd.tensorflow import validation
 from accordion_hvd.tensorflow.exchange import TensorFlowExchange
 from accordion_hvd.tensorflow.graph import call_back, few_threads, in_turn
-from accordion_hvd.tensorflow.variables import describe, key_of
+from accordion_hvd.tensorflow.variables import describe, key_of, multiplied, references
 
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
 Rate = Callable[[], Any]
@@ -57,6 +57,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         agrees: whether ranks compare their set-ups before the first exchange.
         managed: whether a callback retraces graphs after a change of levels.
         train_function: the train function of the previous `fit`, stored by a callback, or None.
+        scaler: function that returns the loss scale of the gradients of a tape; None: not scaled.
     """
 
     framework = "TensorFlow"
@@ -81,6 +82,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         self.local: set[int] = set()  # keys (`key_of`) of variables that are not exchanged
         self.gain: Callable[[Any], float] = _usual_gain
         self.rate: Rate | None = None  # the optimizer's, if there is one
+        self.scaler: Rate | None = None
         self._idle: set[int] = set()  # keys of variables without a gradient on any rank
         self._function: Any = None
         self._traced_version = -1
@@ -100,6 +102,17 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         if not self._enlisted:
             checkpoint.register(self)
         self._enlisted = True
+
+    def take_in(self, variables: Sequence[Any]) -> None:
+        """Exchange the gradients of these variables, too; all ranks call it before one step."""
+        known = set(map(key_of, self.variables()))
+        added = [variable for variable in variables if key_of(variable) not in known]
+        self.variables = references([*self.variables(), *added])
+        if self._exchange is not None:
+            self._exchange.account()
+        infos = self.tensors()
+        self.extend({key: infos[key] for key in map(key_of, added) if key in infos})
+        self.doubt()
 
     def connect(self) -> Communicator:
         return connect(self.process_set, HorovodCommunicator, xp)
@@ -230,7 +243,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
             idle = grad is None and key in self._idle
             return None if idle else means[self.number[key]]
         if key in self.local and grad is not None and self.scale_local:
-            return _scaled(grad, 1.0 / self.communicator.size)
+            return multiplied(grad, 1.0 / self.communicator.size)
         return grad
 
     # -------------------------------------------------------------------------- the three paths
@@ -389,12 +402,6 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
             return call_back(compare, [clock, self.checksums()], [tf.int64])[0]
 
         tf.cond(due, call_compare, lambda: clock)
-
-
-def _scaled(grad: Gradient, factor: float) -> Gradient:
-    if isinstance(grad, tf.IndexedSlices):
-        return tf.IndexedSlices(grad.values * factor, grad.indices, grad.dense_shape)
-    return grad * factor
 
 
 def _usual_gain(variable: Any) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import warnings
@@ -15,14 +16,14 @@ import tensorflow as tf
 from accordion_hvd import check
 from accordion_hvd.comm.communicator import ProcessSet
 from accordion_hvd.comm.horovod.tensorflow import hvd
-from accordion_hvd.compressors import Dense
+from accordion_hvd.compressors import BF16, FP16, Dense
 from accordion_hvd.compressors.horovod_compression import HorovodCompression
 from accordion_hvd.engine.guard import Guard, Mode
 from accordion_hvd.policies import Fixed, Policy
 from accordion_hvd.resolve import Compression, default_guard, resolve
 from accordion_hvd.tensorflow import validation
 from accordion_hvd.tensorflow.averager import TensorFlowGradientAverager
-from accordion_hvd.tensorflow.variables import key_of, weights_of
+from accordion_hvd.tensorflow.variables import key_of, multiplied, references, weights_of
 from accordion_hvd.validate import check_adasum, check_arguments, validate
 
 
@@ -192,9 +193,13 @@ class _DistributedTape:
             means = _adasum(flat, self._arguments)
         else:
             place, self._calls = (*_caller(), self._calls), self._calls + 1
-            rates = self._lr is not None
-            averager = _averager(variables, self._arguments, self._local, place, rates)
+            averager = _averager(variables, self._arguments, self._local, place, self._lr)
+            scale = None if averager.scaler is None else averager.scaler()
+            if scale is not None:  # residuals do not follow it
+                flat = [multiplied(grad, 1.0 / scale) for grad in flat]
             means = averager.average(flat, variables, self._rate)
+            if scale is not None:
+                means = [multiplied(mean, scale) for mean in means]
         return tf.nest.pack_sequence_as(sources, means)
 
     def _rate(self) -> Any:
@@ -240,12 +245,14 @@ def _averager(
     arguments: tuple[Any, ...],
     local: set[int],
     place: tuple[Any, ...],
-    rates: bool,
+    lr: Callable[[], Any] | None,
 ) -> TensorFlowGradientAverager:
     compression, process_set, op, sparse_as_dense, skip, guard, every, scale_local = arguments
     ids = tuple(map(key_of, variables))
     settings = (process_set.process_set_id, *arguments[2:], frozenset(local))
     key = (compression, settings, place, ids)
+    if key not in _averagers:
+        _take_in(key, variables)
     if key not in _averagers:
         use = validation.use_of(None, process_set, op == hvd.Sum, skip, 1)
         serving = resolve(compression)
@@ -253,13 +260,12 @@ def _averager(
         if elastic:
             _check_elastic(serving)
         use = replace(use, owner="DistributedGradientTape", takes_steps=False)
-        validate(serving, replace(use, knows_optimizer=False, knows_rate=rates))
+        validate(serving, replace(use, knows_optimizer=False, knows_rate=lr is not None))
         assert isinstance(serving, Policy)
-        references = [weakref.ref(variable) for variable in variables]
         averager = TensorFlowGradientAverager(
             serving,
             process_set,
-            lambda: [variable for reference in references if (variable := reference()) is not None],
+            references(variables),
             total=op == hvd.Sum,
             sparse_as_dense=sparse_as_dense,
             skip=skip,
@@ -268,10 +274,61 @@ def _averager(
         )
         averager.agrees = not elastic  # ranks that join take their first step later than others
         averager.local = set(local)
+        averager.scaler = _scaler_of(serving, ids)
         _averagers[key] = averager
         for variable in variables[:1]:  # another variable may get the same id later
             weakref.finalize(variable, _averagers.pop, key, None)
+    _averagers[key].rate = lr
     return _averagers[key]
+
+
+def _take_in(key: tuple[Any, ...], variables: Sequence[Any]) -> None:
+    """Let the averager of some of these sources, at the same place, serve all of them."""
+    ids, (place, others) = set(key[-1]), (key[:-1], list(_averagers))
+    known = [k for k in others if k[:-1] == place and ids > set(k[-1])]
+    if known:
+        averager = _averagers.pop(max(known, key=lambda k: len(k[-1])))
+        averager.take_in(variables)
+        _averagers[key] = averager
+
+
+def _scaler_of(serving: Policy, ids: Sequence[int]) -> Callable[[], Any] | None:
+    """Return a function that returns the loss scale of variables; None if no state follows it.
+
+    A tape does not know the optimizer: it is the LossScaleOptimizer that is built with one of these
+    variables, or the one that is not built yet.
+
+    Raises:
+        ValueError: if several are not built yet.
+    """
+    if isinstance(serving, Fixed) and isinstance(serving.compressor, _WITHOUT_STATE):
+        return None
+    kind = tf.keras.optimizers.LossScaleOptimizer
+    every = [x for x in gc.get_objects() if issubclass(type(x), kind)]
+    every = [x for x in every if not hasattr(type(x), "exchange_owner")]  # scales for itself
+    found = [x for x in every if x.built and not _variables_of(x).isdisjoint(ids)]
+    found = found or [x for x in every if not x.built]
+    if len(found) > 1:
+        allowed = "built before the first step: optimizer.build(model.trainable_variables)"
+        check.refuse("DistributedGradientTape", "LossScaleOptimizer", found, allowed)
+    if not found:
+        return None
+    reference = weakref.ref(found[0])
+
+    def scale() -> Any:
+        alive = reference()
+        if alive is None:
+            return None
+        return tf.convert_to_tensor(alive.dynamic_scale if alive.built else alive.initial_scale)
+
+    return scale
+
+
+_WITHOUT_STATE = (Dense, FP16, BF16, HorovodCompression)
+
+
+def _variables_of(optimizer: Any) -> set[int]:
+    return set(map(key_of, optimizer.inner_optimizer._trainable_variables))
 
 
 def _check_elastic(serving: Any) -> None:

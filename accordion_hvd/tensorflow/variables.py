@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -35,6 +36,20 @@ def plain(variable: Any) -> Any:
 def key_of(variable: Any) -> int:
     """Return a key that is equal for a Keras variable and its TensorFlow variable."""
     return id(plain(variable))
+
+
+def references(variables: Sequence[Any]) -> Callable[[], list[Any]]:
+    """Return a function that returns those of the variables that are still alive."""
+    found = [weakref.ref(variable) for variable in variables]
+    return lambda: [variable for one in found if (variable := one()) is not None]
+
+
+def multiplied(grad: Any, factor: Any) -> Any:
+    """Return a dense or sparse gradient, multiplied by a factor; None remains None."""
+    if isinstance(grad, tf.IndexedSlices):
+        values = grad.values * tf.cast(factor, grad.values.dtype)
+        return tf.IndexedSlices(values, grad.indices, grad.dense_shape)
+    return None if grad is None else grad * tf.cast(factor, grad.dtype)
 
 
 def describe(variables: Sequence[Any]) -> list[TensorInfo]:

@@ -185,7 +185,8 @@ class _ModelAveraging:
         require_members(self, self._averager.method)
         self._averager.prepare()
         result = local_step(self, closure, **more)
-        self._averager.average(float(self.param_groups[0]["lr"]))
+        rates = [float(group["lr"]) for group in self.param_groups]
+        self._averager.average(rates[0], rates=rates)
         inner = self._inner()
         if inner is not None:
             inner._opt_called = True  # an LR scheduler of the wrapped optimizer checks this

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.amp import grad_scaler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging
@@ -29,6 +34,11 @@ class HookedReducer(Reducer):
     owner = ""
     own: frozenset[int] = frozenset()  # ids of all parameters of the model
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        _reducers.add(self)
+        _watch_steps()
+
     def take_in(self, added: list[tuple[str, torch.Tensor]]) -> None:
         """Refuse parameters of the optimizer that are not the model's."""
         shapes = [tuple(parameter.shape) for _, parameter in added if id(parameter) not in self.own]
@@ -48,6 +58,46 @@ class HookedReducer(Reducer):
         step = self.exchange.steps
         if not self.idle and self.comparison_due(step):
             self.compare(step, self.checksums())
+
+
+_reducers: Any = weakref.WeakSet()  # all hooked reducers
+
+
+@functools.cache
+def _watch_steps() -> None:
+    """Have PyTorch call `_check_scaler` before the step of any optimizer."""
+    register_optimizer_step_pre_hook(_check_scaler)
+
+
+def _check_scaler(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+    """Refuse a GradScaler whose scale is in the residuals of the optimizer's gradients.
+
+    Raises:
+        ValueError: if a GradScaler takes this step and the hook was made without it.
+    """
+    if torch.compiler.is_compiling():
+        return
+    unaware = [x for x in _reducers if x.scaler is None and x.agreed]
+    if not unaware or not _scaled_step():
+        return
+    members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for reducer in unaware:
+        own = not members.isdisjoint(map(id, reducer._names))
+        if own and any(entry.state for entry in reducer.exchange.bucket_states):
+            allowed = "the GradScaler of this training: residuals would follow its scale"
+            check.refuse(reducer.owner, "grad_scaler", None, allowed)
+
+
+def _scaled_step() -> bool:
+    """Return whether an enabled GradScaler has called the `step` of an optimizer."""
+    frame = sys._getframe(2)
+    for _ in range(10):
+        if frame.f_code.co_filename == grad_scaler.__file__:
+            return frame.f_locals["self"].is_enabled()
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return False
 
 
 class BackwardReducer(HookedReducer):

@@ -399,8 +399,8 @@ class _Distributed(Controls):
     def _average_models(self: Any) -> None:
         if self._models is None or not self.averaging_models:
             return
-        lr = float(self.param_groups[0]["lr"]) * self._observers.weight
-        self._models.average(lr)
+        rates = [float(group["lr"]) for group in self.param_groups]
+        self._models.average(rates[0] * self._observers.weight, rates=rates)
 
     def _optimizer_state(self: Any) -> Named:
         """Return the wrapped optimizer's state tensors by name, without its step counts.

@@ -110,6 +110,8 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         guard_every: int | None = None,
         **settings: Any,
     ) -> None:
+        if not (isinstance(lr, torch.Tensor) or (check.is_number(lr) and lr >= 0)):
+            check.refuse(self, "lr", lr, "a number from 0 on, or a tensor")
         optional = {"betas": betas, "eps": eps}
         settings |= {name: value for name, value in optional.items() if value is not None}
         self.rule = self._rule(**settings)

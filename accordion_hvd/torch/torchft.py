@@ -45,10 +45,11 @@ from accordion_hvd.comm.local import LocalCommunicator
 from accordion_hvd.comm.torch_distributed.communicator import ConnectionLost
 from accordion_hvd.comm.torch_distributed.quorum import QuorumCommunicator
 from accordion_hvd.core.base import Allgather, ExchangeGenerator
+from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.rank_changes import Group, Part
 from accordion_hvd.engine.saved_state import SavedState
 from accordion_hvd.ops import torch as xp
-from accordion_hvd.resolve import Compression
+from accordion_hvd.resolve import Compression, default_guard
 from accordion_hvd.torch import validation
 from accordion_hvd.torch.hooked import BackwardReducer, HookedState, suitable
 from accordion_hvd.validate import check_passes
@@ -103,9 +104,11 @@ def average(
         check.refuse(OWNER, "compression", policy, "one that does not need to know hosts")
     named = validation.plain_names(model.named_parameters())
     validation.check_parameters(named)
+    validation.check_not_averaged(named, OWNER)
     reducer = ReplicaReducer(
         manager, named, policy, None, lambda: optimizer,
         lr=lr, passes=passes, skip=skip, scaler=grad_scaler,
+        guard=Guard(default=default_guard(compression)),
     )  # fmt: skip
     reducer.own = frozenset(map(id, model.parameters()))
     return Averager(manager, reducer)
@@ -188,7 +191,7 @@ class ReplicaReducer(BackwardReducer):
         if self.finished and self._begun:
             raise RuntimeError(
                 f"{OWNER}: a step has not ended: call should_commit() of the averager, not of the "
-                "manager, after each exchange."
+                "manager, after each exchange. If a step has several backward passes, pass passes=."
             )
         if not self._begun:
             self._begun = True
@@ -200,6 +203,11 @@ class ReplicaReducer(BackwardReducer):
         """Finish the exchange, unless the step has failed."""
         self._attempt(super().finish)
         self.finished = True
+
+    def comparison_due(self, step: int) -> bool:
+        """Return whether to compare replicas: not while one waits for its weights."""
+        healing = not self.manager.is_participating()
+        return super().comparison_due(step) and not self.on_any_rank([healing])[0]
 
     def end(self, committed: bool) -> None:
         """End the step: keep the new state, or return to the state of the last commit."""

@@ -73,7 +73,7 @@ def plain_names(named: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
     return pairs
 
 
-def check_not_averaged(named: Iterable[tuple[str, Any]]) -> None:
+def check_not_averaged(named: Iterable[tuple[str, Any]], owner: str = OWNER) -> None:
     """Raise ValueError if a DistributedDataParallel averages the gradients of these parameters."""
     if not (dist.is_available() and dist.is_initialized()):
         return
@@ -86,10 +86,9 @@ def check_not_averaged(named: Iterable[tuple[str, Any]]) -> None:
     if averaged():
         gc.collect()  # a module that nobody uses any more averages nothing
     if averaged():
-        allowed = (
-            "those of the module itself; to compress within it, use accordion_hvd.ddp.register"
-        )
-        check.refuse(OWNER, "named_parameters", "those of a DistributedDataParallel", allowed)
+        argument, of = ("named_parameters", "those of ") if owner == OWNER else ("model", "")
+        allowed = f"{of}the module itself; to compress within it, use accordion_hvd.ddp.register"
+        check.refuse(owner, argument, f"{of}a DistributedDataParallel", allowed)
 
 
 def check_parameters(named: list[tuple[str, torch.Tensor]]) -> None:

@@ -1,8 +1,8 @@
 """What a script may do, in each form in which users meet the library: `contract.csv`.
 
 A row has a subject, the forms that it is about, and a verdict: what the script does is honoured, or
-refused in a sentence, by the check or test that is named; it cannot be written, as the snippet of
-that name shows; or it is open, for the reason that is named.
+refused in a sentence, by the check or test that is named; or it cannot be written, as the snippet
+of that name shows.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ FORMS = (
 """`DistributedOptimizer` over two engines, hooks, `DistributedOptimizer` with an averaging method,
 compressed optimizers; in Keras, `fit` and loops with a `DistributedOptimizer`, and tapes."""
 
-VERDICTS = ("honoured", "refused", "cannot", "open")
-OPEN = 18
-"""Open cells; the number may only fall."""
+VERDICTS = ("honoured", "refused", "cannot")
 
 with open(Path(__file__).with_name("contract.csv"), newline="") as _file:
     ROWS = list(csv.DictReader(_file))
@@ -68,14 +66,8 @@ def test_each_subject_has_a_verdict_for_each_form() -> None:
     assert max(counts.values()) == 1, counts.most_common(3)
 
 
-def test_fewer_cells_are_open_than_before() -> None:
-    assert sum(verdict == "open" for _, _, verdict in CELLS) == OPEN
-
-
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['subject']}-{row['forms']}")
 def test_what_a_row_names_is_there(row: dict[str, str]) -> None:
-    if row["verdict"] == "open":
-        return
     if row["verdict"] == "cannot":
         assert row["test"] in SNIPPETS
         return

@@ -32,6 +32,7 @@ from accordion_hvd import (
 )
 from accordion_hvd.engine.guard import ReplicasDiffer
 from accordion_hvd.optimizers import OnebitAdam
+from accordion_hvd.torch import torchft
 
 torch.set_num_threads(1)
 
@@ -239,6 +240,56 @@ def check_loss_scaling() -> None:
         assert scaler.get_scale() == 2 * 1024
 
 
+def check_a_scaler_that_is_not_passed_is_refused() -> None:
+    """In the first step that it takes, unless compression keeps nothing that follows the scale."""
+    for compression, fits in ((FP16(), True), (TopK(0.2), False)):
+        for fused in (False, True):
+            model, _ = wrapped(network(), compression)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+            disabled = torch.amp.GradScaler("cpu", enabled=False)
+            disabled.scale(loss_of(model, 0)).backward()
+            disabled.step(optimizer)
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, 1)).backward()
+            before = weights(model)
+            words = "ddp.register: grad_scaler is None"
+            with nullcontext() if fits else refused(ValueError, words):
+                scaler.step(optimizer)
+            assert torch.equal(before, weights(model)) != fits
+
+
+class Linear(torch.nn.Module):
+    """A model whose gradient is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(40, 40))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
+def check_several_losses_in_a_step() -> None:
+    """Each backward pass exchanges what it adds; steps without gradients pay what is owed."""
+    model, state = wrapped(Linear(), TopK(0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    wanted = torch.zeros(40, 40)
+    for step in range(24):
+        optimizer.zero_grad()
+        for part in range(2):
+            generator = torch.Generator().manual_seed(10 * step + 100 * dist.get_rank() + part)
+            x = torch.randn(40, 40, generator=generator) * (step < 4)
+            model(x).backward()
+            wanted -= x
+        optimizer.step()
+    dist.all_reduce(wanted)
+    torch.testing.assert_close(
+        model.module.weight.detach(), wanted / dist.get_world_size(), rtol=1e-4, atol=1e-5
+    )
+    assert state.exchange.steps == 48
+
+
 def check_compiled_models() -> None:
     model, _ = wrapped(network(), PowerSGD(2), cap=1)  # torch.compile takes whole megabytes
     compiled = torch.compile(model, backend="eager")
@@ -342,6 +393,9 @@ def check_two_averages_of_one_gradient_are_refused() -> None:
                 hvd.DistributedOptimizer(plain, named, compression)
     with refused(ValueError, "DistributedDataParallel"):
         hvd.OnebitAdam(net.parameters())
+    manager = type("Manager", (), {"_pg": None, "_quorum_id": None})()
+    with refused(ValueError, "torchft.average: model is 'a DistributedDataParallel'"):
+        torchft.average(manager, net, TopK(0.1))
     del model
 
 

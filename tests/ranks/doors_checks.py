@@ -367,6 +367,9 @@ def check_compression_by_position_is_refused() -> None:
         with refused(ValueError, "named_parameters is", "compression= by keyword"):
             hvd.DistributedOptimizer(plain, compression)  # type: ignore[arg-type]
 
+    with refused(ValueError, "Adam: lr is PowerSGD"):
+        hvd.Adam(zeros(), PowerSGD(2))  # type: ignore[arg-type]
+
 
 def check_rates_and_patterns_of_compressed_optimizers() -> None:
     """The guard compares their learning rates, and a pattern must match a name."""
@@ -381,6 +384,21 @@ def check_rates_and_patterns_of_compressed_optimizers() -> None:
             optimizer.param_groups[0]["lr"] = 0.2
         with differing(step == 3):
             optimizer.step()
+
+
+def check_rates_of_averaged_models() -> None:
+    """The guard compares the learning rates of all groups, also of a policy that alternates."""
+    for method in (LocalSGD(1), Accordion(low=Dense(), high=LocalSGD(1), window=4)):
+        (w, v) = zeros(2)
+        plain = torch.optim.SGD([{"params": [w]}, {"params": [v]}], lr=0.1)
+        optimizer = wrapped(plain, method, guard_every=2)
+        for step in range(4):
+            optimizer.zero_grad()
+            ((w + v) * 0.0).sum().backward()
+            if step == 3 and hvd.rank() == hvd.size() - 1:
+                optimizer.param_groups[1]["lr"] = 0.2
+            with differing(step == 3):
+                optimizer.step()
 
 
 @contextmanager

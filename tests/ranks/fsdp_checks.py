@@ -14,8 +14,20 @@ import torch.distributed.checkpoint as dcp
 from harness import refused
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from accordion_hvd import WAGMA, Accordion, AdaComp, Dense, Displacement, PowerSGD, TopK, fsdp
+from accordion_hvd import (
+    EF21,
+    WAGMA,
+    Accordion,
+    AdaComp,
+    Dense,
+    Displacement,
+    PowerSGD,
+    TopK,
+    fsdp,
+)
 
 torch.set_num_threads(1)
 
@@ -200,6 +212,72 @@ def check_infinite_gradients_are_skipped() -> None:
     assert state.exchange.skipped == 1
 
 
+def check_a_scaler_that_is_not_passed_is_refused() -> None:
+    model, _ = sharded(network(), TopK(0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler.scale(loss_of(model, 0)).backward()
+    with refused(ValueError, "fsdp.between: grad_scaler is None"):
+        scaler.step(optimizer)
+
+
+class Linear(torch.nn.Module):
+    """A model whose gradient is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(40, 40))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
+def check_several_losses_in_a_step() -> None:
+    """Each backward pass exchanges what it adds; steps without gradients pay what is owed."""
+    model, state = Linear(), None
+    fully_shard(model, mesh=mesh()["shards"])
+    state = fsdp.between(model, mesh()["replicas"], TopK(0.1))
+    wanted = torch.zeros(40, 40)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for step in range(24):
+        optimizer.zero_grad()
+        for part in range(2):
+            generator = torch.Generator().manual_seed(10 * step + 100 * dist.get_rank() + part)
+            x = torch.randn(40, 40, generator=generator) * (step < 4)
+            model(x).backward()
+            wanted -= x
+        optimizer.step()
+    dist.all_reduce(wanted)
+    found = model.weight.full_tensor().detach()
+    torch.testing.assert_close(found, wanted / dist.get_world_size(), rtol=1e-4, atol=1e-5)
+    assert state.exchange.steps == 48
+
+
+def check_views_of_a_flat_buffer_stay_views() -> None:
+    for compression in (Dense(), EF21(TopK(0.5))):
+        expected, _ = sharded(network(), compression)
+        model, _ = sharded(network(), compression)
+        parameters = [*model.parameters()]
+        sizes = [p.to_local().numel() for p in parameters]
+        flat = torch.zeros(sum(sizes))
+        for p, part in zip(parameters, flat.split(sizes), strict=True):
+            p.grad = DTensor.from_local(
+                part.view_as(p.to_local()), p.device_mesh, p.placements,
+                shape=p.shape, stride=p.stride(), run_check=False,
+            )  # fmt: skip
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (expected, model)]
+        for step in range(4):
+            flat.zero_()
+            optimizers[0].zero_grad()
+            for net, optimizer in zip((expected, model), optimizers, strict=True):
+                loss_of(net, step).backward()
+                optimizer.step()
+        for p in parameters:
+            place = p.grad.to_local().untyped_storage().data_ptr()
+            assert place == flat.untyped_storage().data_ptr()
+        assert torch.equal(weights(model), weights(expected))
+
+
 def check_resuming_equals_not_stopping() -> None:
     def run(model: Any, steps: range) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -263,6 +341,15 @@ def check_other_parameters_of_the_optimizer_are_refused() -> None:
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
     with refused(ValueError, "fsdp.between: optimizer is", "(3,)"):
         loss_of(net, 0).backward()
+
+
+def check_what_ddp_averages_already_is_refused() -> None:
+    net = network()
+    outer = DistributedDataParallel(net)
+    model, _ = sharded(net)
+    with refused(ValueError, "fsdp.between: model is 'a DistributedDataParallel'"):
+        fsdp.between(model, mesh()["replicas"], TopK(0.1))
+    del outer
 
 
 def check_refusals() -> None:

@@ -309,6 +309,69 @@ def check_losses_of_one_step_have_residuals_of_their_own() -> None:
             np.testing.assert_allclose(totals[1], 0.01 * want, rtol=1e-4, atol=1e-7)
 
 
+def check_late_sources_of_a_tape_take_part() -> None:
+    """What the first sources owe is paid after others have joined at the same call."""
+
+    def step(x: tf.Tensor, variables: Any) -> list[Any]:
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(v * x) for v in variables])
+        tape = hvd.DistributedGradientTape(tape, compression=TopK(0.1), guard="off")
+        return tape.gradient(loss, variables)
+
+    for graph in (False, True):
+        variables = [keras.Variable(tf.zeros((40, 40)), name=name) for name in "wv"]
+        few = in_graph(graph, bind(step, variables[:1]))
+        every = in_graph(graph, bind(step, variables))
+        totals = [np.zeros((40, 40)), np.zeros((40, 40))]
+        for number in range(16):
+            run = every if number >= 2 else few
+            for i, mean in enumerate(run(tf.constant(rank_gradient(number) * (number < 4)))):
+                totals[i] += mean.numpy()
+        rows = [everywhere(rank_gradient(number)).mean(0) for number in range(4)]
+        np.testing.assert_allclose(totals[0], sum(rows), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(totals[1], rows[2] + rows[3], rtol=1e-4, atol=1e-5)
+
+
+def check_scaled_losses_of_a_tape() -> None:
+    """Residuals do not follow the scale of a LossScaleOptimizer, which a tape finds itself."""
+    for graph in (False, True):
+        variable = keras.Variable(tf.zeros((40, 40)), name="w")
+        optimizer = keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(1.0), initial_scale=1024.0, dynamic_growth_steps=3
+        )
+        run, want = in_graph(graph, scaled_step(variable, optimizer)), 0.0
+        for number in range(16):
+            x = rank_gradient(number) * (number < 4)
+            run(tf.constant(x))
+            want = want - everywhere(x).mean(0)
+        assert float(optimizer.dynamic_scale) > 1024.0
+        np.testing.assert_allclose(variable.numpy(), want, rtol=1e-4, atol=1e-5)
+    two = [keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0)) for _ in range(2)]
+    variable = keras.Variable(tf.zeros((40, 40)), name="w")
+    unknown = tape_step([variable], compression=TopK(0.1))
+    raises(ValueError, "built before the first step", lambda: unknown(tf.constant(rank_gradient())))
+    two[1].build([variable])
+    unknown(tf.constant(rank_gradient()))
+
+
+def scaled_step(variable: Any, optimizer: Any) -> Any:
+    def step(x: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(tf.reduce_sum(variable * x))
+        tape = hvd.DistributedGradientTape(tape, compression=TopK(0.1), guard="off")
+        optimizer.apply(tape.gradient(loss, [variable]), [variable])
+
+    return step
+
+
+def check_learning_rates_of_tapes_are_compared() -> None:
+    variable = tf.Variable(tf.zeros((40, 40)))
+    rate = 0.1 * (1 + hvd.rank())
+    step = tape_step([variable], compression=TopK(0.5), lr=lambda: rate)
+    step(tf.constant(rank_gradient()))
+    raises(ReplicasDiffer, "learning rates", lambda: step(tf.constant(rank_gradient())))
+
+
 def check_tape_with_accordion() -> None:
     """A policy that is shared by all tapes changes levels, eagerly and within a tf.function."""
     for graph in (False, True):

@@ -66,7 +66,7 @@ def replica(number: int, life: int) -> None:
         before = tensors_of(averager)
         averager.start_quorum()
         optimizer.zero_grad()
-        if (number, life, step) == (1, 1, DIES):
+        if (number, life) == (1, 1) and step >= DIES:  # it may have joined later
             model[0].bias.register_post_accumulate_grad_hook(die)
         loss = loss_of(model, step, number)
         loss.backward()

@@ -28,7 +28,7 @@ from accordion_hvd.tensorflow.averager import TensorFlowGradientAverager
 from accordion_hvd.tensorflow.averaging import TensorFlowModelAverager, Variables
 from accordion_hvd.tensorflow.graph import call_back, when
 from accordion_hvd.tensorflow.keras.gain import gain_of
-from accordion_hvd.tensorflow.variables import create, key_of
+from accordion_hvd.tensorflow.variables import create, key_of, multiplied
 from accordion_hvd.validate import OWNER, check_adasum, check_arguments, check_passes, validate
 
 
@@ -376,7 +376,7 @@ class _Distributed(Controls):
             grads[i] = mean
         models, rate = self._models, self._rate()  # before the step, which advances a schedule
         if self._resizes:
-            rate = _multiplied(tf.convert_to_tensor(rate), batches)
+            rate = multiplied(tf.convert_to_tensor(rate), batches)
         averaging_models: Any = False
         if models is not None:
             averaging_models = models.follow(Variables(lambda: _optimizer_state(self)))
@@ -447,7 +447,7 @@ class _Distributed(Controls):
             return grads
         scale = factor(tf.convert_to_tensor(self.dynamic_scale))
         pairs = zip(grads, variables, strict=True)
-        return [g if g is None or _overwritten(v) else _multiplied(g, scale) for g, v in pairs]
+        return [g if g is None or _overwritten(v) else multiplied(g, scale) for g, v in pairs]
 
     # ------------------------------------------------------------------ several backward passes
     def _accumulate(self: Any, grads: list[Any], variables: list[Any], batches: Any) -> None:
@@ -588,10 +588,3 @@ def _exchanged(optimizer: Any) -> list[Any]:
 
 def _overwritten(variable: Any) -> bool:
     return bool(getattr(variable, "overwrite_with_gradient", False))
-
-
-def _multiplied(grad: Any, factor: Any) -> Any:
-    if isinstance(grad, tf.IndexedSlices):
-        values = grad.values * tf.cast(factor, grad.values.dtype)
-        return tf.IndexedSlices(values, grad.indices, grad.dense_shape)
-    return grad * tf.cast(factor, grad.dtype)
