@@ -16,6 +16,7 @@ clipped right after it, and `no_sync()` accumulates them.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -81,6 +82,7 @@ def register(
         guard_every=guard_every, grad_scaler=grad_scaler, ledger=ledger,
         process_group=model.process_group,
     )  # fmt: skip
+    state._finds_unused = model.find_unused_parameters or model.static_graph
     state.connect()
     model.register_comm_hook(state, hook)
     return state
@@ -153,6 +155,7 @@ class State:
             "skip": skip, "scaler": grad_scaler, "ledger": as_ledger(ledger), "lr": lr,
             "guard": Guard(guard, guard_every, default_guard(compression)),
         }  # fmt: skip
+        self._finds_unused = True  # unless `register` knows better
         self._reducer: BucketReducer | None = None
         self._loaded: dict[str, Any] | None = None
 
@@ -164,7 +167,7 @@ class State:
                 self._named, self.policy, of_group(self._group),
                 lambda: optimizer, **self._options,
             )  # fmt: skip
-            self._reducer.own = self._own
+            self._reducer.own, self._reducer.finds_unused = self._own, self._finds_unused
             if self._loaded is not None:
                 self._reducer.adopt(self._loaded)
         return self._reducer
@@ -214,15 +217,19 @@ class BucketReducer(HookedReducer):
 
     hooked = False
     owner = OWNER
+    finds_unused = True  # whether parameters may have no gradient in a step
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._counted = 0  # backward passes before the first exchange
+        self._counted: Counter[torch.Tensor] = Counter()  # backward passes since the last exchange
         super().__init__(*args, **options)
         self._views: dict[torch.Tensor, torch.Tensor] = {}  # gradients in DDP's buckets
         self._futures: list[tuple[Future, torch.Tensor]] = []
         reference = weakref.ref(self)
-        for parameter in list(self._watched)[:1]:
-            handle = parameter.register_post_accumulate_grad_hook(lambda _: _count(reference))
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(lambda p: _count(reference, p))
+            for parameter in self._watched
+        ]
+        for handle in self._handles:
             weakref.finalize(self, handle.remove)
 
     def average(self, bucket: Any) -> Future:
@@ -251,9 +258,12 @@ class BucketReducer(HookedReducer):
         first = not self.agreed
         super()._set_up()
         if first:
-            most = torch.tensor([max(self._counted, 1)], dtype=torch.int32, device=self.device)
-            self.policy.passes = int(self.communicator.run(f"{self.name}.passes", largest(most)))
-            self._counted = 0  # a loaded state makes ranks agree, and count, again
+            passes = max(self._counted.values(), default=0)
+            most = torch.tensor([passes], dtype=torch.int32, device=self.device)
+            found = int(self.communicator.run(f"{self.name}.passes", largest(most)))
+            self.policy.passes = found or self.policy.passes
+            while not self.finds_unused and self._handles:
+                self._handles.pop().remove()
 
     def _watch_unfrozen(self) -> None:
         late = [n for p, n in self._names.items() if p.requires_grad and p not in self._watched]
@@ -272,11 +282,16 @@ class BucketReducer(HookedReducer):
         finally:
             futures, self._futures = self._futures, []
             self._views.clear()
+            self._counted.clear()
         for future, buffer in futures:
             future.set_result(buffer)
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         return self._views[parameter]
+
+    def _is_present(self, parameter: torch.Tensor) -> bool:
+        """Return whether a backward pass has reached a parameter; DDP does not tell hooks."""
+        return not self.finds_unused or self._counted[parameter] > 0
 
     def _put(
         self, parameters: list[torch.Tensor], means: list[torch.Tensor], exclusive: bool
@@ -284,7 +299,7 @@ class BucketReducer(HookedReducer):
         torch._foreach_copy_([self._views[parameter] for parameter in parameters], means)
 
 
-def _count(reducer: weakref.ref[BucketReducer]) -> None:
+def _count(reducer: weakref.ref[BucketReducer], parameter: torch.Tensor) -> None:
     alive = reducer()
-    if alive is not None and not alive.agreed:
-        alive._counted += 1
+    if alive is not None:
+        alive._counted[parameter] += 1

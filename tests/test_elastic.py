@@ -19,9 +19,9 @@ CASES = [
 @pytest.mark.timeout(LIMIT + 30)
 @pytest.mark.parametrize("framework, compression, stages", CASES)
 def test_ranks_come_and_go(framework: str, compression: str, stages: list[str]) -> None:
-    """All ranks have equal weights, and orderly changes conserve the sum of all residuals.
+    """All ranks have equal weights, and orderly changes conserve the mean of all residuals.
 
-    If ranks average models, orderly changes conserve the average of the models instead.
+    If ranks average models, orderly changes conserve that of the models instead.
     """
     need("gloo")
     report, told = launch_elastic(f"elastic_{framework}.py", [compression, *stages], LIMIT)

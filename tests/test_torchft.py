@@ -62,7 +62,13 @@ class Manager:
 
 
 class Replica:
-    """A model, its manager and its averager."""
+    """A model, its manager and its averager.
+
+    Attributes:
+        unused: whether the loss does without the first layer.
+    """
+
+    unused = False
 
     def __init__(self, compression: str, frozen: bool = False, optimizer: bool = False) -> None:
         torch.manual_seed(0)
@@ -77,6 +83,8 @@ class Replica:
 
     def loss(self, seed: int) -> torch.Tensor:
         x = torch.randn(8, 40, generator=torch.Generator().manual_seed(seed))
+        if self.unused:
+            return self.model[2](x.repeat(1, 2)[:, :50]).square().mean()
         return (self.model(x) - x[:, :4]).square().mean()
 
     def step(self, seed: int) -> None:
@@ -139,13 +147,13 @@ def train(replicas: Sequence[Replica], steps: int = 1, seed: int = 0) -> None:
         at_once([lambda replica=replica, s=s: replica.step(s) for replica, s in pairs])
 
 
-def total(replicas: Sequence[Replica]) -> np.ndarray:
-    """Return the sum of all replicas' residuals as one vector."""
+def owed(replicas: Sequence[Replica]) -> np.ndarray:
+    """Return the mean of all replicas' residuals as one vector."""
     rows = []
     for replica in replicas:
         saved = checkpoint.saved_of(replica.averager.exchange)
         rows.append(np.concatenate([np.ravel(x) for state in saved for x in state.residuals()]))
-    return np.sum(rows, 0)
+    return np.mean(rows, 0)
 
 
 def assert_equal(replicas: Sequence[Replica]) -> None:
@@ -179,7 +187,7 @@ def test_a_step_without_a_commit_leaves_nothing_behind(compression: str) -> None
     connect(replicas)  # as the lighthouse does when a replica has not committed
     train(replicas)
     assert_equal(replicas)
-    assert np.linalg.norm(total(replicas)) > 0
+    assert np.linalg.norm(owed(replicas)) > 0
 
 
 def test_the_first_step_may_fail() -> None:
@@ -208,18 +216,18 @@ def test_a_replica_that_joins_takes_over_policy_and_a_share(
     train(replicas)
     assert_equal(replicas)
     assert new.averager.exchange.steps == 4
-    norms = [np.linalg.norm(total([replica])) for replica in replicas]
+    norms = [np.linalg.norm(owed([replica])) for replica in replicas]
     assert min(norms) > 0.2 * max(norms) and "handover" not in caplog.text
 
 
 @pytest.mark.parametrize("compression", SPECS)
-def test_an_orderly_change_keeps_the_sum_of_the_residuals(
+def test_an_orderly_change_keeps_the_mean_residual(
     compression: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     replicas = group_of(compression, 3)
-    before = total(replicas)
+    before = owed(replicas)
     at_once([replica.averager.hand_over for replica in replicas])
-    np.testing.assert_allclose(total(replicas), before, atol=1e-5)
+    np.testing.assert_allclose(owed(replicas), before, atol=1e-5)
     del replicas[1]
     connect(replicas)
     for replica in replicas:
@@ -230,7 +238,7 @@ def test_an_orderly_change_keeps_the_sum_of_the_residuals(
         replica.averager._reducer._begun = True
     connect(replicas)
     at_once([replica.averager._reducer._join for replica in replicas])
-    np.testing.assert_allclose(total(replicas), before, atol=1e-5)
+    np.testing.assert_allclose(owed(replicas), before, atol=1e-5)
     assert "handover" not in caplog.text
 
 
@@ -242,10 +250,10 @@ def test_a_replica_that_dies_in_an_exchange(
     connect(replicas, seconds=1)
     train(replicas, 3)
     dead = replicas.pop()
-    before = total(replicas)
+    before = owed(replicas)
     train(replicas)
     assert all("a rank has ended" in str(replica.manager.error) for replica in replicas)
-    np.testing.assert_array_equal(total(replicas), before)
+    np.testing.assert_array_equal(owed(replicas), before)
     connect(replicas)
     train(replicas)
     assert_equal(replicas)
@@ -281,16 +289,16 @@ def test_a_healing_replica_sends_zeros() -> None:
 
 def test_a_checkpoint_keeps_the_residuals() -> None:
     replicas = group_of("topk:0.1")
-    before = total(replicas)
+    before = owed(replicas)
     again = [Replica("topk:0.1") for _ in range(2)]
     for new, old in zip(again, replicas, strict=True):
         new.model.load_state_dict(old.model.state_dict())
         new.averager.load_state_dict(old.averager.state_dict())
-    np.testing.assert_array_equal(total(again), before)
+    np.testing.assert_array_equal(owed(again), before)
     for group in (replicas, again):
         connect(group)
         train(group, seed=300)
-    np.testing.assert_array_equal(total(again), total(replicas))
+    np.testing.assert_array_equal(owed(again), owed(replicas))
     assert torch.equal(again[1].weights(), replicas[0].weights())
 
 
@@ -333,6 +341,24 @@ def test_gradients_in_a_flat_buffer_stay_there() -> None:
     for replica, flat in zip(replicas, flats, strict=True):
         places = {p.grad.untyped_storage().data_ptr() for p in replica.model.parameters()}
         assert places == {flat.untyped_storage().data_ptr()}
+
+
+def test_what_is_owed_to_a_layer_outlives_steps_without_it() -> None:
+    """The gradient of a layer that no replica has used stays None, and its residual as it is."""
+    replicas = group_of("topk:0.1")
+    before = [replica.state()[1] for replica in replicas]
+    for replica in replicas:
+        replica.unused = True
+    train(replicas)
+    for replica, was in zip(replicas, before, strict=True):
+        assert replica.model[0].weight.grad is None
+        found = replica.state()[1]
+        changed = {key for key, x in found.items() if not np.array_equal(x, was[key])}
+        names = [entry.bucket.name for entry in replica.averager.exchange.bucket_states]
+        assert not any(key.startswith(f"{names.index('0.weight')}/") for key in changed), changed
+        replica.unused = False
+    train(replicas)
+    assert_equal(replicas)
 
 
 @pytest.mark.parametrize("what", ["learning rates", "2.bias"])

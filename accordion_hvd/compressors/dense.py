@@ -35,9 +35,15 @@ class AllElements(Codec):
         return xp.reshape(message[0], xp.shape(like))
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Run one allreduce of the gradient. There is no state; rounding errors are lost."""
-        mean = yield Allreduce(grad, wire=self.wire, reuse=True)
-        return mean, state
+        """Run one allreduce of the gradient. There is no state; rounding errors are lost.
+
+        Where gradients are unscaled, fp16 values are scaled, so that small ones do not vanish.
+        """
+        scale = info.loss_scale if self.wire == "float16" else None
+        if scale is None:
+            return (yield Allreduce(grad, wire=self.wire, reuse=True)), state
+        mean = yield Allreduce(grad * scale, wire=self.wire, reuse=True)
+        return mean / scale, state
 
 
 @dataclass(frozen=True)
@@ -50,3 +56,4 @@ class Dense(AllElements):
     """
 
     summed: ClassVar[bool] = True
+    unbiased: ClassVar[bool] = True

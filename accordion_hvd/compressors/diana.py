@@ -26,12 +26,14 @@ class Diana(Shifted):
             1 / (1 + omega), where E||Q(x) - x||^2 <= omega ||x||^2; for `Natural` that is 8/9.
             Default: 0.5.
 
-    Traffic: an allgather of the codec's message, or an allreduce for codecs whose messages can be
-    averaged, such as `RandomK`. The state is two fp32 tensors of the gradient's size.
+    Traffic: an allgather of the codec's message. The state is two fp32 tensors of the gradient's
+    size.
     """
 
     alpha: float = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.codec.unbiased:
+            check.refuse(self, "codec", self.codec, "unbiased, such as QSGD(4); EF21 takes others")
         check.ratio(self, "alpha", self.alpha)

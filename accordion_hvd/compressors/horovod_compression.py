@@ -25,9 +25,10 @@ class HorovodCompression(Compressor):
         """Accept every tensor that Horovod accepts."""
 
     def exchange(self, grad: Any, state: State, info: Info) -> ExchangeGenerator:
-        small, context = self.compression.compress(grad)
-        mean = yield Allreduce(small)
-        return self.compression.decompress(mean, context), state
+        scale = info.loss_scale  # without which its fp16 values would vanish
+        small, context = self.compression.compress(grad if scale is None else grad * scale)
+        mean = self.compression.decompress((yield Allreduce(small)), context)
+        return mean if scale is None else mean / scale, state
 
     def __repr__(self) -> str:
         """Return a text without memory addresses, so that all ranks get the same one."""

@@ -30,6 +30,7 @@ class Natural(Codec):
 
     batching: ClassVar[str] = "any"
     feedback: ClassVar[bool] = False
+    unbiased: ClassVar[bool] = True
 
     def encode(self, x: Tensor, info: Info) -> Message:
         """Return the signs and exponents as bytes."""

@@ -41,6 +41,7 @@ class QSGD(Codec):
 
     batching: ClassVar[str] = "any"
     feedback: ClassVar[bool] = False
+    unbiased: ClassVar[bool] = True
 
     bits: int = 4
     bucket: int = 512

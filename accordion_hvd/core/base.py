@@ -144,6 +144,7 @@ class Info:
             known. For a slice of `TwoLevel`, the shape of the full tensor.
         parameter: the weights, in the gradient's shape; only if the compressor `needs_weights`.
         hyper: settings of the tensor's parameter group, by name.
+        loss_scale: loss scale by which the gradient was divided, equal on all ranks; None: none.
     """
 
     step: Any = 0
@@ -157,6 +158,7 @@ class Info:
     parameter: Tensor = None
     hyper: Mapping[str, Any] = field(default_factory=dict)
     shape: tuple[int, ...] = ()
+    loss_scale: Any = None
 
 
 class NotForStockHorovod:
@@ -211,6 +213,8 @@ class Compressor(NotForStockHorovod):
             engine or the communicator adds them (`comm.fp16_reduction`).
         sharded: whether, on known hosts, the state covers only a part of the tensor (see
             `expand_residual`). The residual of other levels is then added to the next gradient.
+        tracks: whether results follow the gradients over several steps. The residual of other
+            levels is then sent whole beside the first message, which would forget it.
         private: whether nothing but the result of `exchange` may reveal anything about gradients.
             Such a method serves the whole model as one vector, under `Fixed` only, with no other
             tensor beside it. It treats non-finite gradients as zeros, because a flag for them
@@ -231,6 +235,7 @@ class Compressor(NotForStockHorovod):
     topology_aware: ClassVar[bool] = False
     fp16_reduction: ClassVar[bool] = False
     sharded: ClassVar[bool] = False
+    tracks: ClassVar[bool] = False
     private: ClassVar[bool] = False
     per_sample: ClassVar[bool] = False
     budget: Any = None
@@ -376,12 +381,15 @@ class Compressor(NotForStockHorovod):
         """
         return state
 
+    def check_start(self, state: State, other: Compressor, info: Info) -> None:
+        """Warn if training may suffer because this level takes over from `other` now."""
+
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """Return this rank's state after a change of the number of ranks.
 
-        By default `error` is the sum of all residuals, divided by the new number of ranks. Another
-        key becomes the mean of the ranks' values if these differ or if the key is in
-        `per_rank_state`; otherwise it is unchanged.
+        By default a key becomes the mean of the ranks' values if these differ or if the key is in
+        `per_rank_state`; otherwise it is unchanged. So the mean residual stays the same: it is what
+        is owed to the mean gradient.
 
         Args:
             states: states of all previous ranks, in rank order; NumPy arrays.
@@ -399,8 +407,7 @@ class Compressor(NotForStockHorovod):
                 label = f"the shape of state {key!r} on ranks 0, 1, ..."
                 check.refuse(self, label, shapes, "the same on all ranks")
             differ = key in self.per_rank_state or any((x != first).any() for x in values)
-            divisor = info.size if key == "error" else len(states)
-            merged[key] = (sum(values) / divisor).astype(first.dtype) if differ else first
+            merged[key] = (sum(values) / len(states)).astype(first.dtype) if differ else first
         return merged
 
     def rescale_from_one(self, state: State, spec: Spec, info: Info) -> State:

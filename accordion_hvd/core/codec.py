@@ -37,11 +37,13 @@ class Codec(Compressor):
         summed: whether only the first part of a message is sent, and the mean of these parts, an
             allreduce, decodes to the mean of the decoded messages. Any further parts stay on this
             rank, for `mean` and `remove`.
+        unbiased: whether a decoded message is the tensor in expectation, which `Diana` needs.
     """
 
     feedback: ClassVar[bool] = True
     uneven: ClassVar[bool] = False
     summed: ClassVar[bool] = False
+    unbiased: ClassVar[bool] = False
 
     def specialize(self, info: Info) -> Codec:
         """Return the codec that serves the tensor of an exchange; by default, this codec.

@@ -24,6 +24,7 @@ class Shifted(Wrapper):
     """
 
     per_rank_state: ClassVar[tuple[str, ...]] = ("local",)
+    tracks: ClassVar[bool] = True
     alpha: float = 1.0
     ahead: ClassVar[bool] = False
 
@@ -50,6 +51,10 @@ class Shifted(Wrapper):
             return state
         layouts = [namespace(x["mean"]).shape(x["mean"]) for x in (state, other_state)]
         return state if layouts[0] != layouts[1] else {**state, **other_state}
+
+    def deactivate(self, state: State) -> State:
+        """Return nothing: gradients change while another level serves, and shifts would return."""
+        return {}
 
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """Set all h_i to h, so that their mean is h on any number of ranks."""

@@ -152,14 +152,23 @@ class BucketBatches:
             means |= dict(zip(batch.members, self.unpack(index), strict=True))
         return [means[member] for member in range(len(self._exchange.tensors))]
 
-    def give(self, grads: Sequence[Tensor], weights: Sequence[Tensor] = ()) -> None:
-        """Start every bucket batch, given all `grads` and `weights` in the order of the tensors."""
+    def give(
+        self, grads: Sequence[Tensor], weights: Sequence[Tensor] = (), present: Tensor = None
+    ) -> None:
+        """Start every bucket batch, given all `grads` and `weights` in the order of the tensors.
+
+        Args:
+            present: as in `Exchange.start`, for all tensors.
+        """
         for index, batch in enumerate(self.plan.batches):
             parameter = None
             if weights and self.needs_weights(index):
                 parameter = self.pack_weights(index, [weights[m] for m in batch.members])
             grad = self.pack(index, [grads[m] for m in batch.members])
-            self._exchange.start(index, grad, parameter)
+            there = None
+            if present is not None:
+                there = self._exchange.xp.stack([present[m] for m in batch.members])
+            self._exchange.start(index, grad, parameter, there)
 
     def shares(self, index: int) -> bool:
         """Return whether the means of batch `index` are views of one array."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import Any
 
 from accordion_hvd.core.base import Compressor, Info, State, Tensor
 from accordion_hvd.engine.buckets import Bucket
@@ -156,6 +158,7 @@ class BucketState:
         new = self.compressor
         state = new.init(self.spec, info) | self.inactive.pop(level, {})
         state = new.warm_start(state, old, old_state)
+        new.check_start(state, old, info)
         self.state = self._take_residual(state, old, old_state, info)
         self.inactive[old_level] = old.deactivate(old_state)
 
@@ -200,6 +203,7 @@ class BatchState:
     Attributes:
         before: the policy's evidence before the current step, to undo the step.
         buffer: packed gradients of the last step, whose memory serves again.
+        aside: a copy of the state before the current step, of which parts may be restored.
     """
 
     def __init__(
@@ -213,6 +217,7 @@ class BatchState:
         self._stack: StackedState | None = None
         self.before: dict[str, Tensor] | None = None
         self.buffer: Tensor | None = None
+        self.aside: State | None = None
 
     def open(self, info: Info, wanted: Sequence[Evidence]) -> None:
         """Make missing states and evidence, and stack the states of the buckets."""
@@ -277,10 +282,24 @@ class BatchState:
             ]
         )
 
-    def keep(self, state: State) -> None:
-        """Store the state that a finished step has returned; the carried residuals are used up."""
+    def set_aside(self) -> None:
+        """Copy the state, for tensors whose mean may not be applied."""
+        self.aside = {key: self._xp.copy(value) for key, value in self.state.items()}
+
+    def keep(self, state: State, absent: Sequence[Any] = ()) -> None:
+        """Store the state that a finished step has returned; the carried residuals are used up.
+
+        Args:
+            absent: whether the mean of each tensor is not applied, so that its state and carried
+                residual stay as they were; () if all are applied. May be symbolic.
+        """
+        aside, self.aside = self.aside, None
+        if aside is not None and any(flag is not False for flag in absent):
+            state = {key: self._chosen(aside[key], value, absent) for key, value in state.items()}
+        flags = iter(absent)
         for entry in self.entries:
-            entry.carried = None
+            own = [flag for _, flag in zip(entry.bucket.members, flags, strict=False)]
+            entry.carried = self._still_carried(entry, own)
         if self._stack is None:
             self.entries[0].state = state
             return
@@ -292,10 +311,43 @@ class BatchState:
             entry.join(self._stack, place)
             place += entry.bucket.size if self._stack.flat else 1
 
+    def _chosen(self, old: Tensor, new: Tensor, absent: Sequence[Any]) -> Tensor:
+        """Return a tensor of the state with the old parts of absent tensors.
+
+        Of a packed bucket, tensors of another size than the gradient have no parts.
+        """
+        xp, bucket = self._xp, self.entries[0].bucket
+        if self.stacked:
+            pairs = zip(xp.unstack(old), xp.unstack(new), strict=True)
+            return xp.stack([_either(xp, f, *p) for f, p in zip(absent, pairs, strict=True)])
+        if len(absent) == 1:
+            return _either(xp, absent[0], old, new)
+        if math.prod(xp.shape(new)) != bucket.size:
+            return new
+        halves = [xp.split(xp.reshape(x, (-1,)), list(bucket.sizes)) for x in (old, new)]
+        parts = [_either(xp, f, *p) for f, *p in zip(absent, *halves, strict=True)]
+        return xp.reshape(xp.concat(parts), xp.shape(new))
+
+    def _still_carried(self, entry: BucketState, absent: Sequence[Any]) -> Tensor | None:
+        """Return the part of a bucket's carried residual that belongs to absent tensors."""
+        if entry.carried is None or not any(flag is not False for flag in absent):
+            return None
+        xp, sizes = self._xp, list(entry.bucket.sizes)
+        parts = xp.split(xp.reshape(entry.carried, (-1,)), sizes)
+        pairs = zip(absent, parts, strict=True)
+        kept = xp.concat([_either(xp, flag, part, part * 0) for flag, part in pairs])
+        return xp.reshape(kept, xp.shape(entry.carried))
+
     def take_back(self) -> None:
         """Restore the policy's evidence to its value before the current step."""
         if self.before is not None:
             self.evidence, self.before = self.before, None
+
+
+def _either(xp: ModuleType, flag: Any, old: Tensor, new: Tensor) -> Tensor:
+    if isinstance(flag, bool):
+        return old if flag else new
+    return xp.where(flag, old, new)
 
 
 def drifting(entries: Sequence[BucketState]) -> list[BucketState]:

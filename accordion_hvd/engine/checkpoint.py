@@ -211,8 +211,8 @@ def adopt(exchange: Exchange, saved: dict[str, Any]) -> bool:
 def move(exchange: Exchange, link: Communicator) -> None:
     """Continue over another communicator, which may have more or fewer ranks.
 
-    Residuals are multiplied by the ratio of the new to the old number of ranks, so that the
-    residuals of the remaining ranks contribute to the mean over all ranks as before.
+    Residuals are multiplied by the ratio of the new to the old number of ranks, so that those of
+    the remaining ranks contribute to the mean over all ranks as before (to the sum, without it).
     """
     exchange.abort()
     before, about = exchange.communicator, describe(exchange)
@@ -221,7 +221,8 @@ def move(exchange: Exchange, link: Communicator) -> None:
     exchange.bucket_batches.forget()
     if (before.size, before.rank) == (link.size, link.rank) or not exchange.steps:
         return
-    mine = [saved.scaled(link.size / before.size) for saved in mine]
+    if not exchange.total:
+        mine = [saved.scaled(link.size / before.size) for saved in mine]
     restore(exchange, _from_one(exchange, mine), about)
 
 
@@ -460,8 +461,12 @@ def _for_this_rank(exchange: Exchange, row: Any, load: Loader, ranks: int) -> li
 
 
 def merged(exchange: Exchange, entry: BucketState, saved: Sequence[SavedState]) -> SavedState:
-    """Return this rank's state of a bucket, made from the states of all previous ranks."""
-    return rescaled(saved, *_kind(exchange, entry))
+    """Return this rank's state of a bucket, made from the states of all previous ranks.
+
+    The mean residual over the ranks is that of `saved`; with `total` their sum.
+    """
+    new = rescaled(saved, *_kind(exchange, entry))
+    return new.scaled(len(saved) / exchange.communicator.size) if exchange.total else new
 
 
 def expanded(exchange: Exchange, about: dict[str, Any]) -> list[SavedState]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from accordion_hvd.comm.communicator import Communicator
-from accordion_hvd.core.base import ExchangeGenerator, Info, State, Tensor
+from accordion_hvd.core.base import Allreduce, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.engine import gain
 from accordion_hvd.engine.bucket_batches import BucketBatches
 from accordion_hvd.engine.bucket_state import BatchState, BucketState, reports
@@ -56,6 +56,12 @@ class Exchange:
         tensors: all tensors; positions in this list are the tensors' numbers.
         running: the present step; None between steps.
         results: means of the last closed step, by bucket batch.
+        absent: tensors, by number, of which no rank had a gradient in the last closed step. Their
+            state stays as it was, and callers do not apply their means.
+        notes_absence: whether `absent` is also known if nothing keeps state.
+        loss_scale: function that returns the loss scale by which gradients were divided; None if
+            there is none.
+        total: whether means are multiplied by the number of ranks before they are applied.
     """
 
     group_bytes: float | None = None
@@ -89,6 +95,9 @@ class Exchange:
         self.accounts = Accounts()
         self.running: Step | None = None
         self.results: dict[int, Tensor] = {}
+        self.absent: dict[int, Any] = {}
+        self.notes_absence = self.total = False
+        self.loss_scale: Callable[[], Any] | None = None
         self._lr: dict[str, float] = {}
         self.ledger.attach(self)
         self.extend(tensors)
@@ -148,19 +157,24 @@ class Exchange:
         observers = self.policy.observers
         if observers.weight != 1:  # the optimizer step uses the rate times the weight
             self._lr = {name: rate * observers.weight for name, rate in self._lr.items()}
-        guarded = not all(x.tolerates_nonfinite for x in self.evidence.followed)
-        guarded |= any(
-            s.compressor.batching != "any" or s.carried is not None for s in self.bucket_states
-        )
         plan, number = self.bucket_batches.refresh(), self.bucket_batches.number()
         name = self.name
         if self.bucket_batches.period > 1:  # messages of one name have one size
             name = f"{name}.{self.turn}"
-        step = Step(self.communicator, plan.groups, name, number, guarded)
-        step.measuring = observers.any("measures")
+        sizes = [len(batch.members) for batch in plan.batches]
+        step = Step(self.communicator, plan.groups, name, number, self.guarded, sizes)
+        step.measuring, step.telling = observers.any("measures"), self.notes_absence
         self.ledger.open(self)
         self.running = step
         return step
+
+    @property
+    def guarded(self) -> bool:
+        """Return whether messages carry flags, for bad and for absent gradients."""
+        if self.notes_absence or not all(x.tolerates_nonfinite for x in self.evidence.followed):
+            return True
+        states = self.bucket_states
+        return any(s.compressor.batching != "any" or s.carried is not None for s in states)
 
     def _tick(self, rates: dict[str, float]) -> None:
         self._lr = rates
@@ -168,13 +182,18 @@ class Exchange:
         for observer in self.policy.observers:
             observer.opening(self, rates)
 
-    def start(self, index: int, grad: Tensor, parameter: Tensor = None) -> None:
+    def start(
+        self, index: int, grad: Tensor, parameter: Tensor = None, present: Tensor = None
+    ) -> None:
         """Start the exchange of one bucket batch.
 
         Args:
             grad: gradients from `BucketBatches.pack`; their memory may be overwritten.
             parameter: weights from `BucketBatches.pack_weights`, if the compressor
                 `needs_weights`.
+            present: fp32 vector with 1 for each of the batch's tensors whose gradient this rank
+                has, or 0 if its state must stay as it is unless another rank has one; None if all
+                are there.
         """
         assert self.running is not None
         batch_state = self.bucket_batches.memory[index]
@@ -183,23 +202,28 @@ class Exchange:
         detects_nonfinite = detects_nonfinite and not any(
             x.looks_before and not x.tolerates_nonfinite for x in wanted
         )
-        opening = functools.partial(self._opening, batch_state, wanted, parameter)
-        self.running.start(index, grad, opening, detects_nonfinite)
+        opening = functools.partial(self._opening, batch_state, wanted, parameter, present)
+        self.running.start(index, grad, opening, detects_nonfinite, present)
 
     def _opening(
-        self, batch_state: BatchState, wanted: Sequence[Evidence], parameter: Tensor, grad: Tensor
-    ) -> ExchangeGenerator:
+        self, batch_state: BatchState, wanted: Sequence[Evidence], parameter: Tensor,
+        present: Tensor, grad: Tensor,
+    ) -> ExchangeGenerator:  # fmt: skip
         """Collect evidence and return the exchange generator of a bucket batch."""
         first = batch_state.entries[0]
         info = self.info(first)
         if parameter is not None:
             info = replace(info, parameter=parameter)
         batch_state.open(info, wanted)
+        if present is not None:
+            batch_state.set_aside()
         if wanted:
             self.evidence.before(batch_state, wanted, grad)
         if self.ledger.samples.measuring:
             self.ledger.samples.before(self, batch_state, grad)
         carried = batch_state.carried()
+        if carried is not None and first.compressor.tracks:
+            return _beside(first.compressor.exchange(grad, batch_state.state, info), carried)
         if carried is not None:
             grad = grad + self.xp.cast(carried, first.bucket.dtype)
         return first.compressor.exchange(grad, batch_state.state, info)
@@ -225,12 +249,17 @@ class Exchange:
         """Store the results and states of a completed step; returns as `finish` does."""
         step, began = self.running, time.perf_counter()
         assert step is not None
-        self.results = {}
+        self.results, self.absent = {}, {}
         for index, batch_state in enumerate(self.bucket_batches.memory):
             if step.bad is True:
                 batch_state.take_back()
-            else:
-                self.results[index] = self._store(batch_state, *step.result(index), step.bad)
+                continue
+            absent = step.absent(index)
+            members = self.bucket_batches.plan.batches[index].members
+            flags = zip(members, absent, strict=False)
+            self.absent |= {m: flag for m, flag in flags if flag is not False}
+            mean, state = step.result(index)
+            self.results[index] = self._store(batch_state, mean, state, step.bad, absent)
         self.bucket_batches.weigh(step)
         for observer in self.policy.observers:
             observer.closed(self, step)
@@ -242,13 +271,15 @@ class Exchange:
         self.running = None
         return step.bad is not True
 
-    def _store(self, batch_state: BatchState, mean: Tensor, state: State, bad: Any) -> Tensor:
-        """Store state and evidence of a bucket batch; return the mean. `bad` may be symbolic."""
+    def _store(
+        self, batch_state: BatchState, mean: Tensor, state: State, bad: Any, absent: list[Any]
+    ) -> Tensor:
+        """Store state and evidence of a bucket batch; return the mean. Flags may be symbolic."""
+        xp, old = self.xp, batch_state.state
         if bad is not False:
-            xp, old = self.xp, batch_state.state
             mean = xp.nans_if(bad, mean)
             state = {key: xp.where(bad, old[key], value) for key, value in state.items()}
-        batch_state.keep(state)
+        batch_state.keep(state, absent)
         self.evidence.after(batch_state, mean, bad)
         return mean
 
@@ -264,7 +295,8 @@ class Exchange:
         before, self._skipped_here = self._skipped_here, self._skipped_here + count
         if before.bit_length() < self._skipped_here.bit_length() and self.communicator.rank == 0:
             logger.warning(
-                "accordion_hvd: a gradient of some rank was not finite in %d of %d steps so far; "
+                "accordion_hvd: a gradient of some rank was not finite, or its norm was above "
+                "1e15, in %d of %d steps so far; "
                 "the exchanges of these steps were skipped.",
                 self.skipped, self.steps,
             )  # fmt: skip
@@ -298,6 +330,7 @@ class Exchange:
             sizes=entry.bucket.sizes,
             hyper=self.hyper.get(entry.bucket.group, {}),
             shape=entry.bucket.shape,
+            loss_scale=None if self.loss_scale is None else self.loss_scale(),
         )
 
     @property
@@ -409,6 +442,12 @@ class Exchange:
                 "Fixed(PowerSGD(1), gate='auto')."
             )
         return gating.advice(self)
+
+
+def _beside(generator: ExchangeGenerator, carried: Tensor) -> ExchangeGenerator:
+    """Run an exchange generator, and add the mean of `carried` to its result."""
+    mean, state = yield from generator
+    return mean + (yield Allreduce(carried)), state
 
 
 def usual_gains(names: Sequence[str]) -> dict[str, float]:

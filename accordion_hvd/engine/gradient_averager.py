@@ -185,6 +185,7 @@ class GradientAverager(abc.ABC, Generic[E]):
         reference = weakref.ref(self)  # the optimizer keeps this averager alive
         self._exchange.replicas = lambda: reference().replicas()  # type: ignore[union-attr]
         self._exchange.gains = lambda names: reference().gains(names)  # type: ignore[union-attr]
+        self._exchange.total = self.total
         self._number(list(dense))
 
     def _number(self, keys: Sequence[Key]) -> None:

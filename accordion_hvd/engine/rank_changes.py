@@ -1,8 +1,9 @@
 """State of compression when the ranks of an elastic job change.
 
 Per-rank state follows the rule of checkpoints for another number of ranks (`Compressor.rescale`):
-the sum of the residuals over the ranks stays the same. Ranks that leave in order pass their part on
-before (`hand_over`). The residual of a rank that died is lost.
+the mean residual over the ranks, which is owed to the mean gradient, stays the same (with `op=Sum`,
+the sum). Ranks that leave in order pass their part on before (`hand_over`). The residual of a rank
+that died is lost.
 """
 
 from __future__ import annotations
@@ -130,8 +131,8 @@ def regroup(exchange: Exchange, own: Part | None, group: Group, gather: Gather) 
         mine = None if own is None else own.buckets[number]
         present = [saved for saved in gather(mine) if saved is not None]
         new = checkpoint.merged(exchange, entry, _in_old_places(present, entry, group))
-        if group.lead.handed_over:
-            new = _multiplied(new, entry, group.lead.ranks / len(present))
+        if not isinstance(entry.levels[new.level], UpdateRule):  # which replace lost parts by zeros
+            new = new.scaled(_share(group.lead, len(present), exchange.total))
         new.evidence = {} if mine is None else mine.evidence
         states.append(new)
     checkpoint.restore(exchange, states, group.lead.about)
@@ -166,8 +167,11 @@ def _without_server(saved: SavedState) -> SavedState:
     return SavedState(saved.level, states, saved.carried)
 
 
-def _multiplied(saved: SavedState, entry: BucketState, factor: float) -> SavedState:
-    """Return the state with residuals times `factor`; update rules have means, no sums."""
-    if isinstance(entry.levels[saved.level], UpdateRule):
-        return saved
-    return saved.scaled(factor)
+def _share(lead: Part, present: int, total: bool) -> float:
+    """Return the factor of the merged residuals of the ranks that are present.
+
+    After a handover, each of them has the mean; otherwise the residuals of lost ranks are zero.
+    """
+    if lead.handed_over:
+        return lead.ranks / present if total else 1.0
+    return 1.0 if total else present / lead.ranks

@@ -145,7 +145,7 @@ def rescaled(
     )
     carried = [saved.carried for saved in all_saved if saved.carried is not None]
     if carried:
-        result.carried = sum(carried) / info.size
+        result.carried = sum(carried) / len(all_saved)
     for number in _retained(all_saved[0], levels):
         states = [saved.states[number] for saved in all_saved]
         result.states[number] = levels[number].rescale(states, spec, info)

@@ -4,7 +4,8 @@ A bucket batch starts as soon as its gradients are ready. When the last batch of
 started, the first requests of the group are launched together. The first requests of each group
 carry flags. The generators continue only when the first requests of all groups have returned, that
 is, after backward. So before any change that cannot be undone, every rank knows whether a gradient
-of some rank was not finite.
+of some rank was not finite, and whether some rank lacks a gradient. If so, the ranks tell each
+other which ones they have.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from accordion_hvd.comm.traffic import Traffic, size_of, traffic_of
 from accordion_hvd.core.base import Allgather, Allreduce, ExchangeGenerator, Request, State, Tensor
 from accordion_hvd.core.running import Running
 from accordion_hvd.ops import journal
+
+LACKS = 2.0**-20
+"""Value of the flag if a gradient is absent, but none is bad: less than that of one bad rank."""
 
 
 class BatchExchange(Running):
@@ -80,6 +84,7 @@ class Step:
             `advance` raises on every rank.
         guarded: whether the first requests carry flags. Compressors without state need no flags: a
             non-finite gradient shows in the mean.
+        sizes: number of tensors of each bucket batch.
 
     Attributes:
         costs: cost of each fusion group.
@@ -92,6 +97,7 @@ class Step:
         name: str,
         plan: int,
         guarded: bool,
+        sizes: Sequence[int],
     ) -> None:
         self.traffic = Traffic()
         self.bad: Any = False  # whether a gradient of any rank is not finite; symbolic in a graph
@@ -108,7 +114,12 @@ class Step:
         self._pending: dict[int, tuple[int, Pending]] = {}  # group -> (round, pending requests)
         self._first: dict[int, list[Any]] = {}  # group -> answers to its first requests
         self._bad: list[Tensor] = []  # one flag per group
+        self._sizes = sizes
+        self._present: dict[int, Tensor] = {}  # batch -> 1 for each gradient that is there, else 0
+        self._shares: dict[int, Any] = {}  # batch -> share of the ranks that have each gradient
+        self._asked: Pending | None = None  # for these shares
         self._judged = False
+        self.telling = False  # whether messages in graphs say which gradients are there
         self.measuring = False  # whether to record the bytes that `spent` returns
 
     def started(self, index: int) -> bool:
@@ -126,17 +137,22 @@ class Step:
         grad: Tensor,
         opening: Callable[[Tensor], ExchangeGenerator],
         detects_nonfinite: bool = False,
+        present: Tensor = None,
     ) -> None:
         """Start the exchange generator of bucket batch `index` and run it to its first requests.
 
         Args:
+            present: fp32 vector with 1 for each of the batch's gradients that is there, else 0;
+                None if all are. In a graph, all ranks lack the same ones, unless `telling`.
             detects_nonfinite: whether to check the tensor of the generator's first request in place
                 of the gradients (`Compressor.detects_nonfinite`).
         """
         began = time.perf_counter()
         group = self._group_of[index]
+        if present is not None:
+            self._present[index] = present
         if self._guarded and not detects_nonfinite:
-            bad = self._xp.nonfinite(grad)
+            bad = self._xp.too_large(grad)
             grad = self._xp.zero_if_nonfinite(grad, bad)
             self._flags[group].append(bad)
         exchange = self._exchanges[index] = BatchExchange(opening, grad)
@@ -174,13 +190,17 @@ class Step:
             self.costs[group].sent += pending.traffic.sent
             self.costs[group].arrived = now
             if round_ == 0:
-                self._first[group] = self._take_flag(pending.result())
+                self._first[group] = self._take_flags(group, pending.result())
             else:
                 self._answer(group, pending.result(), round_)
         if not self._judged and len(self._first) == len(self._groups):
             self._judged = True
             self._judge()
-        return self._judged and not self._pending
+        if self._asked is not None and self._asked.ready():
+            self._read_shares(self._asked)
+            self._asked = None
+            self._answer_all()
+        return self._judged and not self._pending and self._asked is None
 
     def finish(self) -> None:
         began = time.perf_counter()
@@ -197,6 +217,16 @@ class Step:
     def spent(self, index: int) -> tuple[float, float]:
         """Return the seconds and, if `measuring`, the sent bytes of bucket batch `index`."""
         return self._exchanges[index].seconds, self._exchanges[index].sent
+
+    def absent(self, index: int) -> list[Any]:
+        """Return whether no rank has a gradient, for each tensor of bucket batch `index`.
+
+        The list is empty if this rank has all of them, or if there are no flags. Its elements are
+        symbolic in a graph.
+        """
+        if index not in self._present or index not in self._shares:
+            return []
+        return [share <= 0 for share in self._shares[index]]
 
     def result(self, index: int) -> tuple[Tensor, State]:
         """Return the mean and the new state of bucket batch `index`; undefined if `bad` is True."""
@@ -235,14 +265,19 @@ class Step:
                     self._exchanges[i].sent += traffic_of(request, ranks).sent
 
     def _flag_request(self, group: int, requests: Sequence[Request]) -> Request:
-        """Return a request with the non-finite flag and the plan number of the group."""
+        """Return a request with a flag and the plan number; in a graph, also who has what."""
         xp = self._xp
         flags, sent = self._flags.pop(group), self._sent.pop(group)
         if sent:  # one check of all of them
             flags.append(xp.nonfinite(xp.concat([xp.reshape(x, (-1,)) for x in sent])))
         bad = xp.reshape(xp.maximum_of(flags), (1,))
-        plan = xp.full((1,), float(self._plan), "float32", xp.device(bad))
-        both = xp.concat([bad, plan])
+        parts = [bad, xp.full((1,), float(self._plan), "float32", xp.device(bad))]
+        lacks = any(i in self._present for i in self._groups[group])
+        if xp.symbolic(bad) and (lacks or self.telling):
+            parts += self._presence(self._groups[group], xp.device(bad))
+        elif lacks:
+            parts[0] = bad + LACKS
+        both = xp.concat(parts)
         fuses = any(_is_plain_mean(xp, request) for request in requests)
         if not fuses and any(_is_gather(request) for request in requests):
             return Allgather(both)
@@ -251,22 +286,53 @@ class Step:
     def _judge(self) -> None:
         """Continue all generators, or undo the step if a flag is set; equal on all ranks."""
         if self._guarded:
-            self.bad = self._xp.is_nonfinite(self._xp.concat(self._bad))
+            flags = self._xp.concat(self._bad)
+            self.bad = self._xp.is_nonfinite(flags)
+            if self.bad is True and self._xp.to_numpy(flags).max() < 2 * LACKS:
+                self.bad = False
+                self._ask()
+                return
         if self.bad is True:
             self.take_back()
             return
+        self._answer_all()
+
+    def _answer_all(self) -> None:
         for group in sorted(self._first):
             self._answer(group, self._first[group], 0)
 
-    def _take_flag(self, answers: list[Any]) -> list[Any]:
-        """Read the flag from the results of a group's first requests; return the other results."""
+    def _ask(self) -> None:
+        """Ask which rank has which gradient."""
+        parts = self._presence(range(len(self._sizes)), self._xp.device(self._bad[0]))
+        request = Allreduce(self._xp.concat(parts))
+        self._asked = self._communicator.launch(f"{self._name}.present", [request])
+
+    def _presence(self, batches: Sequence[int], device: Any) -> list[Tensor]:
+        full, sizes = self._xp.full, self._sizes
+        return [
+            self._present[i] if i in self._present else full((sizes[i],), 1.0, "float32", device)
+            for i in batches
+        ]
+
+    def _read_shares(self, asked: Pending) -> None:
+        self.traffic.add(asked.traffic)
+        shares = iter(self._xp.to_numpy(asked.result()[0]).tolist())
+        self._shares = {i: [next(shares) for _ in range(n)] for i, n in enumerate(self._sizes)}
+
+    def _take_flags(self, group: int, answers: list[Any]) -> list[Any]:
+        """Read the flags from the results of a group's first requests; return the other results."""
         if not self._guarded:
             return answers
         *results, flag = answers
         if isinstance(flag, tuple):
             flag = sum(flag[1:], flag[0]) / len(flag)
-        self._compare_plans(flag[1:])
+        self._compare_plans(flag[1:2])
         self._bad.append(flag[:1])
+        place = 2
+        for i in self._groups[group] if self._xp.symbolic(flag) else ():
+            if self._xp.shape(flag)[0] > place:
+                self._shares[i] = [flag[place + j] for j in range(self._sizes[i])]
+                place += self._sizes[i]
         return results
 
     def _compare_plans(self, mean: Tensor) -> None:

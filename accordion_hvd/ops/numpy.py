@@ -14,7 +14,7 @@ import numpy as np
 from accordion_hvd import check
 from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret, selection
 from accordion_hvd.ops.journal import consume
-from accordion_hvd.ops.spec import Spec
+from accordion_hvd.ops.spec import LARGEST, Spec
 
 Array = np.ndarray
 
@@ -252,7 +252,7 @@ def project(
         basis: (r, m); (r, n) if `left`.
         left: whether the projection is basis total, (r, m), instead of basis total^T, (r, n).
     """
-    if nonfinite(grad)[0]:
+    if too_large(grad)[0]:
         return error, np.full_like(q if left else p, np.nan)
     total = accumulate(subtract(error, transpose(p) @ q), grad)
     return total, basis @ (total if left else transpose(total))
@@ -454,6 +454,16 @@ def nonfinite(x: Array) -> Array:
     with np.errstate(over="ignore", invalid="ignore"):
         finite = np.isfinite(np.sum(x, dtype=np.result_type(x, np.float32)))
     return np.array([not (finite or np.isfinite(x).all())], np.float32)
+
+
+def too_large(x: Array) -> Array:
+    """Return one fp32 element: 0 if the norm of `x` is less than `spec.LARGEST`, else 1.
+
+    The sum of the squares takes one pass; it is infinite or NaN if an element is.
+    """
+    flat = x.reshape(-1).astype(np.result_type(x, np.float32), copy=False)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.array([not np.dot(flat, flat) < LARGEST**2], np.float32)
 
 
 def zero_if_nonfinite(x: Array, bad: Array) -> Array:

@@ -17,6 +17,10 @@ ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "bool": 1}
 ITEMSIZE |= {f"{sign}int{bits}": bits // 8 for bits in (8, 16, 32, 64) for sign in ("", "u")}
 
 
+LARGEST = 1e15
+"""Norm from which on a gradient counts as not finite: products of states would overflow in fp32."""
+
+
 @dataclass(frozen=True)
 class Spec:
     """Properties of a tensor without its values; argument of `Compressor.init`.

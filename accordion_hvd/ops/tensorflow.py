@@ -17,7 +17,7 @@ import tensorflow as tf
 from accordion_hvd import check
 from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret
 from accordion_hvd.ops import numpy as oracle
-from accordion_hvd.ops.spec import Spec, Tensor
+from accordion_hvd.ops.spec import LARGEST, Spec, Tensor
 
 
 def _compiled(function: Callable[..., Any], eagerly: bool = True) -> Callable[..., Any]:
@@ -258,7 +258,8 @@ def _project(
     error: Tensor, grad: Tensor, p: Tensor, q: Tensor, basis: Tensor, left: bool
 ) -> tuple[Tensor, Tensor]:
     total = accumulate(error - tf.matmul(p, q, transpose_a=True), grad)
-    return total, tf.matmul(basis, total, transpose_b=not left)
+    projected = tf.matmul(basis, total, transpose_b=not left)
+    return total, tf.where(too_large(grad) == 0, projected, np.nan)
 
 
 def expand(p: Tensor, q: Tensor, like: Tensor) -> Tensor:
@@ -510,6 +511,13 @@ def nonfinite(x: Tensor) -> Tensor:
         lambda: tf.reduce_all(tf.math.is_finite(x)),
     )
     return tf.reshape(tf.cast(tf.logical_not(finite), tf.float32), (1,))
+
+
+def too_large(x: Tensor) -> Tensor:
+    """Return one fp32 element: 0 if the norm of `x` is small enough; see `ops.numpy`."""
+    wide = tf.cast(x, tf.float64 if x.dtype == tf.float64 else tf.float32)
+    fits = tf.reduce_sum(tf.square(wide)) < LARGEST**2
+    return tf.reshape(tf.where(fits, 0.0, 1.0), (1,))  # graphs turn "not NaN < x" into "NaN >= x"
 
 
 def zero_if_nonfinite(x: Tensor, bad: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from accordion_hvd import check
 from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret
 from accordion_hvd.ops import numpy as oracle
 from accordion_hvd.ops import quantization_torch as anywhere
-from accordion_hvd.ops.spec import Spec
+from accordion_hvd.ops.spec import LARGEST, Spec
 
 Tensor: TypeAlias = torch.Tensor
 Operation = TypeVar("Operation", bound=Callable[..., Any])
@@ -247,13 +247,13 @@ def project(
 ) -> tuple[Tensor, Tensor]:
     """Return total = error - p^T q + grad, and its projection; see `accordion_hvd.ops.numpy`."""
     if error.device.type != "cpu":
-        bad = nonfinite(grad)
+        bad = too_large(grad)
         journal.record(lambda: error.add_(p.mT @ q))
         total = accumulate(_deflated(error, p, q), zero_if_nonfinite(grad, bad))
         projected = basis @ (total if left else total.mT)
         return total, torch.where(bad == 0, projected, float("nan"))
     if not _by_blocks(error) or not _by_blocks(grad):
-        if not _all_finite(grad):
+        if not _fits(grad):
             return error, torch.full_like(q if left else p, float("nan"))
         journal.record(lambda: error.add_(p.mT @ q))
         total = accumulate(_deflated(error, p, q), grad)
@@ -261,7 +261,7 @@ def project(
     projected = torch.zeros_like(q) if left else torch.empty_like(p)
     for rows in _blocks(error):
         fresh = grad[rows]
-        if not _all_finite(fresh):
+        if not _fits(fresh):
             _unproject(error[: rows.start], grad, p, q)
             return error, projected.fill_(float("nan"))
         total = _minus(error[rows], p[:, rows], q).add_(fresh)
@@ -586,13 +586,22 @@ def nonfinite(x: Tensor) -> Tensor:
     """Return one fp32 element: 0 if all elements of `x` are finite, else 1 (one pass, no copy)."""
     if x.device.type != "cpu" and x.numel():  # extremes cannot overflow, and propagate NaN
         return (~torch.isfinite(torch.stack(torch.aminmax(x)))).any().float().reshape(1)
-    return torch.tensor([0.0 if _all_finite(x) else 1.0])  # ten times as fast as from a tensor
-
-
-def _all_finite(x: Tensor) -> bool:
-    """Return whether all elements are finite; most often after one pass, which adds them up."""
     total = x.sum(dtype=torch.promote_types(x.dtype, torch.float32))
-    return math.isfinite(total.item()) or bool(torch.isfinite(x).all())
+    finite = math.isfinite(total.item()) or bool(torch.isfinite(x).all())
+    return torch.tensor([0.0 if finite else 1.0])  # ten times as fast as from a tensor
+
+
+def too_large(x: Tensor) -> Tensor:
+    """Return one fp32 element: 0 if the norm of `x` is small enough; see `ops.numpy`."""
+    if x.device.type != "cpu":
+        norm = torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
+        return (norm < LARGEST).logical_not().float().reshape(1)
+    return torch.tensor([0.0 if _fits(x) else 1.0])
+
+
+def _fits(x: Tensor) -> bool:
+    flat = x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
+    return torch.dot(flat, flat).item() < LARGEST**2
 
 
 def zero_if_nonfinite(x: Tensor, bad: Tensor) -> Tensor:

@@ -84,22 +84,29 @@ class OnebitAdam(Adam):
         own = {"error": spec.zeros((spec.size,), spec.wide)}
         return super().init(spec, info) | own | {"server": spec.zeros((length,), spec.wide)}
 
-    def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
-        """Copy the moments, and warn if steps of some elements will be very long."""
-        state = super().warm_start(state, other, other_state)
-        size = namespace(state["v"]).shape(state["v"])[-1]
-        several = namespace(state["v"]).shape(state["server"])[-1] < size  # ranks
-        if several and self.floor < QUIET and not isinstance(other, OnebitAdam):
-            if _has_quiet_elements(state["v"]):
-                warnings.warn(
-                    f"{type(self).__name__}: some elements have had hardly any gradient so far. "
-                    "Their variance is below 1e-6 of their tensor's mean, so that they move by "
-                    "more than 1000 learning rates in a step, and training may diverge. Pass "
-                    "floor=0.01, which bounds the variance from below.",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-        return state
+    def check_start(self, state: State, other: Compressor, info: Info) -> None:
+        """Warn if steps of some elements will be very long, or if some will never move."""
+        if info.size == 1 or isinstance(other, OnebitAdam):
+            return
+        kind, v = type(self).__name__, state["v"]
+        if self.floor < QUIET and _has_quiet_elements(v):
+            warnings.warn(
+                f"{kind}: some elements have had hardly any gradient so far. "
+                "Their variance is below 1e-6 of their tensor's mean, so that they move by "
+                "more than 1000 learning rates in a step, and training may diverge. Pass "
+                "floor=0.01, which bounds the variance from below.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        still = int((namespace(v).to_numpy(v) == 0).sum())
+        if still:
+            warnings.warn(
+                f"{kind}: {still} elements of {info.name!r} have had no gradient so far. Their "
+                "variance is 0, so that they never move in the compressed stage. If they get "
+                f"gradients later, take more warmup_steps, or pass skip=[{info.name!r}].",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Run stage 2: average the momentum at one bit an element, and return the direction."""

@@ -18,6 +18,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from accordion_hvd import check
 from accordion_hvd.comm import reference
 from accordion_hvd.comm.collectives import Group
@@ -168,7 +170,7 @@ class World:
 
     def step(
         self,
-        gradients: Sequence[Mapping[str, Tensor]],
+        gradients: Sequence[Mapping[str, Tensor | None]],
         lr: float = 0.0,
         weights: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> list[dict[str, Tensor] | None]:
@@ -177,13 +179,14 @@ class World:
         Args:
             gradients: for each rank, name -> tensor. Names and shapes are the same on all ranks
                 (except the first dimension, for a method that takes gradients of single examples).
-                The memory of the tensors may be overwritten.
+                The memory of the tensors may be overwritten. After the first step, None stands for
+                the gradient of a tensor that a rank has not used.
             lr: the current learning rate.
             weights: for each rank, name -> tensor, for methods and policies that read weights.
 
         Returns:
-            For each rank, name -> averaged gradient; None for each rank if a gradient was not
-            finite.
+            For each rank, name -> averaged gradient, or None if no rank has used the tensor; None
+            for each rank if a gradient was not finite.
 
         Raises:
             ValueError: if gradients are missing, or differ in name, shape or dtype from those of
@@ -205,7 +208,16 @@ class World:
             exchange.open(lr)
             names = [tensor.name for tensor in exchange.tensors]
             values = [replica[name] for name in names] if weights else []
-            exchange.bucket_batches.give([mine[name] for name in names], values)
+            there = [mine[name] is not None for name in names]
+            xp = exchange.xp
+            given = [
+                xp.zeros(x.shape, x.dtype, exchange.device) if mine[x.name] is None
+                else mine[x.name]
+                for x in exchange.tensors
+            ]  # fmt: skip
+            marks = np.array(there, np.float32)
+            present = None if all(there) else xp.asarray(marks, exchange.device)
+            exchange.bucket_batches.give(given, values, present)
         self._hub.advance_all([exchange.advance for exchange in self.exchanges])
         return [self._means(exchange) for exchange in self.exchanges]
 
@@ -238,6 +250,8 @@ class World:
             names = [tensor.name for tensor in known]
             check.refuse(self, "names of gradients", list(gradients), f"those of rank 0, {names}")
         for tensor in known:
+            if gradients[tensor.name] is None:
+                continue
             shape, dtype = self._kind(gradients[tensor.name])
             if (shape, dtype) != (tensor.shape, tensor.dtype):
                 given, first = f"{dtype} {shape}", f"{tensor.dtype} {tensor.shape}"
@@ -256,8 +270,8 @@ class World:
     def _means(self, exchange: Exchange) -> dict[str, Tensor] | None:
         if not exchange.close():
             return None
-        names = [tensor.name for tensor in exchange.tensors]
-        return dict(zip(names, exchange.bucket_batches.means(), strict=True))
+        rows = enumerate(zip(exchange.tensors, exchange.bucket_batches.means(), strict=True))
+        return {x.name: None if i in exchange.absent else mean for i, (x, mean) in rows}
 
 
 def simulate(

@@ -32,6 +32,8 @@ from accordion_hvd.tensorflow.variables import describe, key_of, multiplied, ref
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
 Rate = Callable[[], Any]
 Weights = Sequence[Any]
+Marks = list[float] | None
+"""1 for each tensor whose gradient this rank has, else 0; None if it has all."""
 
 
 class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
@@ -57,7 +59,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         agrees: whether ranks compare their set-ups before the first exchange.
         managed: whether a callback retraces graphs after a change of levels.
         train_function: the train function of the previous `fit`, stored by a callback, or None.
-        scaler: function that returns the loss scale of the gradients of a tape; None: not scaled.
+        scaler: function that returns the loss scale, if there is one.
     """
 
     framework = "TensorFlow"
@@ -83,8 +85,8 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         self.gain: Callable[[Any], float] = _usual_gain
         self.rate: Rate | None = None  # the optimizer's, if there is one
         self.scaler: Rate | None = None
-        self._idle: set[int] = set()  # keys of variables without a gradient on any rank
-        self._function: Any = None
+        self._elsewhere: set[int] = set()  # keys of variables with gradients on some ranks only
+        self._functions: dict[bool, Any] = {}  # by whether gradients may be absent
         self._traced_version = -1
         self._traceable = True
         self._enlisted = False
@@ -123,7 +125,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
             self.communicator, self.policy, tensors, skip=self.skip, name=self.name,
             ledger=self.ledger,
         )  # fmt: skip
-        exchange.hyper = self.hyper or {}
+        exchange.hyper, exchange.loss_scale = self.hyper or {}, self.scaler
         return exchange
 
     def tensors(self) -> dict[Any, TensorInfo]:
@@ -181,8 +183,10 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
     ) -> list[Gradient]:
         """Return the averages of `grads`, one for each variable; None if no rank has a gradient.
 
+        State and residual of variables without a gradient stay as they are.
+
         Args:
-            grads: this rank's gradients; None counts as zeros.
+            grads: this rank's gradients; None counts as zeros if another rank has a gradient.
             rate: function that returns the learning rate, as a float or (in a graph) a tensor.
         """
         validation.check_context()
@@ -219,16 +223,19 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
             for key, i in self.number.items()
         ]  # fmt: skip
         full = [tf.cast(g, t.dtype) for g, t in zip(full, tensors, strict=True)]
-        weights = self._weights()
+        there = [float(key in present or key in self._elsewhere) for key in self.keys]
+        weights, marks = self._weights(), None
+        if not all(there) and self.exchange.guarded:
+            marks = there
         if tf.executing_eagerly():
-            means = self._eagerly(full, float(rate()), weights)
+            means = self._eagerly(full, float(rate()), weights, marks)
         elif self.policy.observers.any("every_step"):
-            means = self._called_back(full, rate, weights)
+            means = self._called_back(full, rate, weights, marks)
         elif self._lasting and (self.managed or not self.exchange.switching):
-            means = self._within(full, rate, weights)
+            means = self._within(full, rate, weights, marks)
         else:
-            means = self._called_back(full, rate, weights)
-        return [mean * self.communicator.size for mean in means] if self.total else list(means)
+            means = self._called_back(full, rate, weights, marks)
+        return [multiplied(mean, self.communicator.size) for mean in means] if self.total else means
 
     def _weights(self) -> list[Tensor]:
         """Return the values of the variables, or [] if no compressor needs them."""
@@ -240,28 +247,37 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
     def _result(self, variable: Any, grad: Gradient, means: Sequence[Tensor]) -> Gradient:
         key = key_of(variable)
         if key in self.number:
-            idle = grad is None and key in self._idle
-            return None if idle else means[self.number[key]]
+            return means[self.number[key]]
         if key in self.local and grad is not None and self.scale_local:
             return multiplied(grad, 1.0 / self.communicator.size)
         return grad
 
     # -------------------------------------------------------------------------- the three paths
     def _eagerly(
-        self, grads: Sequence[Tensor], lr: float, weights: Weights, directly: bool = False
-    ) -> list[Tensor]:
+        self, grads: Sequence[Tensor], lr: float, weights: Weights, marks: Marks,
+        directly: bool = False,
+    ) -> list[Gradient]:  # fmt: skip
         exchange = self.exchange
         self._run_directly(directly)
         exchange.decide(lr)
         if self.policy.observers.any("withholds"):
             exchange.observe(grads, lr)
             return list(grads)
-        if self._lasting and not (directly or self._private) and self._ready():
+        if self._lasting and not (directly or self._private) and self._ready(marks):
             exchange.tick(lr)
-            means = self._function(list(grads), tf.constant(lr, tf.float32), list(weights))
+            means = self._call(grads, tf.constant(lr, tf.float32), weights, marks)
             exchange.account()
-            return list(means)
-        return self._unfused(grads, lr, weights)
+            if marks is None:
+                return means
+            *means, absent = means
+            return [None if gone else x for x, gone in zip(means, absent.numpy(), strict=True)]
+        return self._unfused(grads, lr, weights, marks)
+
+    def _call(
+        self, grads: Sequence[Tensor], lr: Tensor, weights: Weights, marks: Marks
+    ) -> list[Tensor]:
+        more = [] if marks is None else [tf.constant(marks, tf.float32)]
+        return list(self._functions[bool(more)](list(grads), lr, list(weights), *more))
 
     @property
     def _lasting(self) -> bool:
@@ -272,45 +288,76 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         if isinstance(self.communicator, HorovodCommunicator):
             self.communicator.directly = directly
 
-    def _unfused(self, grads: Sequence[Tensor], lr: float, weights: Weights) -> list[Tensor]:
+    def _unfused(
+        self, grads: Sequence[Tensor], lr: float, weights: Weights, marks: Marks
+    ) -> list[Gradient]:
         """Run operation by operation, for exchange generators that read values."""
         exchange = self.exchange
         exchange.open(lr)
-        exchange.bucket_batches.give(grads, weights)
-        if exchange.finish():
-            return exchange.bucket_batches.means()
-        return [xp.nans_like(grad) for grad in grads]
+        exchange.bucket_batches.give(grads, weights, marks and tf.constant(marks, tf.float32))
+        if not exchange.finish():
+            return [xp.nans_like(grad) for grad in grads]
+        means = enumerate(exchange.bucket_batches.means())
+        return [None if i in exchange.absent else mean for i, mean in means]
 
-    def _within(self, grads: Sequence[Tensor], rate: Rate, weights: Weights) -> list[Tensor]:
+    def _within(
+        self, grads: Sequence[Tensor], rate: Rate, weights: Weights, marks: Marks
+    ) -> list[Gradient]:
         with tf.init_scope():
-            ready = self._ready()
+            ready = self._ready(marks)
         if not ready:
-            return self._called_back(grads, rate, weights)
-        return list(self._function(list(grads), tf.cast(rate(), tf.float32), list(weights)))
+            return self._called_back(grads, rate, weights, marks)
+        means = self._call(grads, tf.cast(rate(), tf.float32), weights, marks)
+        if marks is None:
+            return means
+        *means, absent = means
+        mine = [i for i, mark in enumerate(marks) if not mark]
+        check = tf.debugging.Assert(tf.reduce_all(tf.gather(absent, mine)), [self._missing(mine)])
+        with tf.control_dependencies([check]):
+            return [tf.identity(x) if mark else None for x, mark in zip(means, marks, strict=True)]
 
-    def _called_back(self, grads: Sequence[Tensor], rate: Rate, weights: Weights) -> list[Tensor]:
+    def _called_back(
+        self, grads: Sequence[Tensor], rate: Rate, weights: Weights, marks: Marks
+    ) -> list[Gradient]:
+        there = marks or [1.0] * len(grads)
+
         def run(lr: Tensor, *inputs: Tensor) -> list[Tensor]:
             count = len(grads)
-            return self._eagerly(inputs[:count], float(lr), inputs[count:], few_threads())
+            found = self._eagerly(inputs[:count], float(lr), inputs[count:], marks, few_threads())
+            wanted = [i for i, x in enumerate(found) if x is not None and not there[i]]
+            if wanted:
+                raise RuntimeError(self._missing(wanted))
+            return [x for x, mark in zip(found, there, strict=True) if mark]
 
-        kinds = [grad.dtype for grad in grads]
-        means = call_back(run, [tf.cast(rate(), tf.float32), *grads, *weights], kinds)
-        tensors = self.exchange.tensors
-        return [tf.ensure_shape(mean, t.shape) for mean, t in zip(means, tensors, strict=True)]
+        kinds = [grad.dtype for grad, mark in zip(grads, there, strict=True) if mark]
+        means = iter(call_back(run, [tf.cast(rate(), tf.float32), *grads, *weights], kinds))
+        tensors = zip(self.exchange.tensors, there, strict=True)
+        return [tf.ensure_shape(next(means), t.shape) if mark else None for t, mark in tensors]
 
-    def _ready(self) -> bool:
-        exchange = self.exchange
+    def _missing(self, numbers: Sequence[int]) -> str:
+        """Return a message about tensors with gradients on other ranks, but not in this graph."""
+        names = [self.exchange.tensors[i].name for i in numbers]
+        return (
+            f"{self.owner}: the gradient of {names[0]!r} is None in this rank's graph, but another "
+            "rank has one; pass zeros (tf.zeros_like) instead of None, or take the step eagerly."
+        )
+
+    def _ready(self, marks: Marks) -> bool:
+        exchange, marked = self.exchange, marks is not None
         exchange.prepare_trace()
-        if self._traced_version == exchange.version:
+        if self._traced_version != exchange.version:
+            self._functions.clear()
+        if marked in self._functions:
             return True
         specs = [tf.TensorSpec(t.shape, t.dtype) for t in exchange.tensors]
-        function = tf.function(exchange.traced, autograph=False)
+        function = tf.function(lambda *given: exchange.traced(*given), autograph=False)
         try:
             rate, weights = (
                 tf.TensorSpec((), tf.float32),
                 specs if exchange.bucket_batches.any_needs_weights else [],
             )
-            self._function = function.get_concrete_function(specs, rate, weights)
+            more = [tf.TensorSpec((len(specs),), tf.float32)] if marked else []
+            self._functions[marked] = function.get_concrete_function(specs, rate, weights, *more)
         except xp.UntraceableError:
             self._traceable = False
             return False
@@ -358,8 +405,11 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
                 return
             self.agree(f"sparse gradients: {[infos[key].name for key in self.sparse]}")
             if tensors:
-                anywhere = self.on_any_rank([key in present for key in self.keys])
-                self._idle = {key for key, i in self.number.items() if not anywhere[i]}
+                mine = [key in present for key in self.keys]
+                flags = self.on_any_rank([*mine, *(not own for own in mine)])
+                rows = list(zip(self.keys, flags[: len(mine)], flags[len(mine) :], strict=True))
+                self._elsewhere = {key for key, there, lacking in rows if there and lacking}
+                self.exchange.notes_absence = any(not there for _, there, _ in rows)
 
     # -------------------------------------------------------------------------------------- guard
     def check(self) -> None:

@@ -21,8 +21,8 @@ from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policies import Policy
 from accordion_hvd.tensorflow.variables import create
 
-Traced = tuple[list[Tensor], list[tuple[State, State]], Any]
-"""Means by tensor, the new state and evidence of each bucket, and whether the step is bad."""
+Traced = tuple[list[Tensor], list[tuple[State, State, Any]], Any]
+"""Means by tensor; new state, evidence and carried residual by bucket; whether the step is bad."""
 
 
 class TensorFlowExchange(Exchange):
@@ -181,6 +181,9 @@ class TensorFlowExchange(Exchange):
         entry.evidence = {
             k: self._as_variable((index, None, k), value) for k, value in entry.evidence.items()
         }
+        if entry.compressor.tracks and entry.carried is not None:
+            if not xp.to_numpy(tf.convert_to_tensor(entry.carried)).any():
+                entry.carried = None  # it has been sent
         entry.carried = self._as_variable((index, None, "carried"), entry.carried)
 
     def _as_variable(self, key: Any, value: Any) -> tf.Variable | None:
@@ -196,9 +199,18 @@ class TensorFlowExchange(Exchange):
 
     # ------------------------------------------------------------------------------ within a graph
     def traced(
-        self, grads: Sequence[Tensor], lr: Tensor, weights: Sequence[Tensor] = ()
+        self,
+        grads: Sequence[Tensor],
+        lr: Tensor,
+        weights: Sequence[Tensor] = (),
+        present: Tensor | None = None,
     ) -> list[Tensor]:
-        """Trace one exchange into a graph, after `prepare_trace`; return the means by tensor."""
+        """Trace one exchange into a graph, after `prepare_trace`; return the means by tensor.
+
+        Args:
+            present: fp32 vector as in `start`, for all tensors. If it is given, the last result is
+                a vector of bools: whether each tensor is absent.
+        """
         assert self._clock is not None and self._lost is not None
         assert self._seconds is not None and self._began is not None
         variables = [(s.state or {}, s.evidence, s.carried) for s in self.bucket_states]
@@ -213,9 +225,9 @@ class TensorFlowExchange(Exchange):
         period = self.bucket_batches.period
         try:
             if period == 1:
-                means, changed, bad = self._trace_step(grads, lr, weights)
+                means, changed, bad = self._trace_step(grads, lr, weights, present)
             else:
-                turns = [functools.partial(self._trace_turn, i, grads, lr, weights)
+                turns = [functools.partial(self._trace_turn, i, grads, lr, weights, present)
                          for i in range(period)]  # fmt: skip
                 turn = tf.cast((self._now - lost) % period, tf.int32)
                 means, changed, bad = tf.switch_case(turn, turns)
@@ -238,28 +250,41 @@ class TensorFlowExchange(Exchange):
         for entry, stored in zip(self.bucket_states, variables, strict=True):
             entry.state, entry.evidence, entry.carried = stored
 
-    def _trace_step(self, grads: Sequence[Tensor], lr: Any, weights: Sequence[Tensor]) -> Traced:
-        """Trace a step; return the means, each bucket's new state and evidence, and the flag."""
+    def _trace_step(
+        self, grads: Sequence[Tensor], lr: Any, weights: Sequence[Tensor], present: Tensor | None
+    ) -> Traced:
+        """Trace a step."""
         for entry in self.bucket_states:
             entry.state = {key: tf.identity(value) for key, value in (entry.state or {}).items()}
             entry.evidence = {key: tf.identity(value) for key, value in entry.evidence.items()}
             entry.carried = None if entry.carried is None else tf.identity(entry.carried)
         step = self.open(self.rates(lr))
-        self.bucket_batches.give(grads, weights)
+        self.bucket_batches.give(grads, weights, present)
         while not self.advance():
             pass
         self.close()
-        changed = [(dict(entry.state or {}), dict(entry.evidence)) for entry in self.bucket_states]
-        return self.bucket_batches.means(), changed, step.bad
+        changed = [
+            (dict(entry.state or {}), dict(entry.evidence), entry.carried)
+            for entry in self.bucket_states
+        ]
+        means = self.bucket_batches.means()
+        if present is not None:
+            means.append(tf.stack([self.absent.get(i, False) for i in range(len(self.tensors))]))
+        return means, changed, step.bad
 
     def _trace_turn(
-        self, turn: int, grads: Sequence[Tensor], lr: Any, weights: Sequence[Tensor]
+        self,
+        turn: int,
+        grads: Sequence[Tensor],
+        lr: Any,
+        weights: Sequence[Tensor],
+        present: Tensor | None,
     ) -> Traced:
         """Trace a step of a turn, from the variables, which remain in place."""
         variables = [(s.state or {}, s.evidence, s.carried) for s in self.bucket_states]
         self._turn = turn
         try:
-            means, changed, bad = self._trace_step(grads, lr, weights)
+            means, changed, bad = self._trace_step(grads, lr, weights, present)
             return means, changed, tf.convert_to_tensor(bad)
         finally:
             self._turn = None
@@ -309,7 +334,7 @@ class TensorFlowExchange(Exchange):
 
 
 def _store(
-    state: State, evidence: State, variables: Any, followed: Any, carried: Any, bad: Any
+    state: State, evidence: State, kept: Any, variables: Any, followed: Any, carried: Any, bad: Any
 ) -> None:
     """Assign a bucket's new state to its variables; after a bad step, keep old evidence."""
     for key, variable in variables.items():
@@ -318,5 +343,5 @@ def _store(
         new = evidence[key]
         variable.assign(new if bad is False else xp.where(bad, variable, new))
     if carried is not None:
-        zeros = tf.zeros_like(carried)
-        carried.assign(zeros if bad is False else xp.where(bad, carried, zeros))
+        kept = tf.zeros_like(carried) if kept is None else kept
+        carried.assign(kept if bad is False else xp.where(bad, carried, kept))

@@ -31,6 +31,7 @@ class HookedReducer(Reducer):
     """A reducer over torch.distributed that averages gradients before the backward pass ends."""
 
     open = False
+    leaves_unused = True
     owner = ""
     own: frozenset[int] = frozenset()  # ids of all parameters of the model
 

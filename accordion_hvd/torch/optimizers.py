@@ -154,7 +154,7 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         options = self._options
         reference: Any = weakref.ref(self)
         settings = (*self.rule.group_settings, "weight_decay", "decoupled_weight_decay")
-        return Reducer(
+        return LocalReducer(
             names, options["policy"], options["process_set"],
             reference, sparse_as_dense=True, skip=options["skip"],
             guard=options["guard"], settings=settings,
@@ -306,6 +306,12 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
     def __repr__(self) -> str:
         """Return the policy, followed by the parameter groups as PyTorch prints them."""
         return f"{self._options['policy']!r}: {torch.optim.Optimizer.__repr__(self)}"
+
+
+class LocalReducer(Reducer):
+    """A reducer of a compressed optimizer, which skips parameters without gradients, as others."""
+
+    leaves_unused = True
 
 
 def _mean(tensor: torch.Tensor) -> ExchangeGenerator:

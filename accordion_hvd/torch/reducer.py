@@ -64,6 +64,8 @@ class Reducer(GradientAverager[Exchange]):
         hooked: whether hooks of the parameters announce gradients.
         open: whether a script can change gradients between the backward pass and `finish`.
         finite: whether the gradients of the last exchange were finite on all ranks.
+        leaves_unused: whether a parameter that no rank has used stays as it is, as in DDP. Horovod
+            applies a gradient of zeros instead.
         loss_scale: the loss scale of this step, if only the step knows it. Exchanges then wait for
             the step (`deferred`).
         listening: whether exchanges start during the backward pass. If False, `finish` starts them.
@@ -73,6 +75,7 @@ class Reducer(GradientAverager[Exchange]):
 
     framework = "torch"
     hooked = open = True
+    leaves_unused = False
     finite = True
     deferred = False
     loss_scale: torch.Tensor | None = None
@@ -176,6 +179,10 @@ class Reducer(GradientAverager[Exchange]):
             ledger=self.ledger,
         )  # fmt: skip
         exchange.bucket_batches.keep_buffers = True
+        exchange.notes_absence = self.leaves_unused
+        if self.scaler is not None:  # scales that only steps know may differ between ranks
+            reference = weakref.ref(self)
+            exchange.loss_scale = lambda: reference()._scale()  # type: ignore[union-attr]
         return exchange
 
     def tensors(self) -> dict[Any, TensorInfo]:
@@ -383,8 +390,16 @@ class Reducer(GradientAverager[Exchange]):
             if self.exchange.bucket_batches.needs_weights(batch):
                 detached = [parameter.detach() for parameter in parameters]
                 weights = self.exchange.bucket_batches.pack_weights(batch, detached)
+            present = None
+            if not all(there := [self._is_present(parameter) for parameter in parameters]):
+                present = torch.tensor(there, dtype=torch.float32, device=grad.device)
             self.ledger.add("encode", perf_counter() - began)
-            self.exchange.start(batch, grad, weights)
+            self.exchange.start(batch, grad, weights, present)
+
+    def _is_present(self, parameter: torch.Tensor) -> bool:
+        """Return whether the mean of a parameter's gradient is applied, whatever other ranks do."""
+        unused = self.leaves_unused and parameter.grad is None
+        return parameter.requires_grad and not unused
 
     def _gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         return [self._gradient(parameter) for parameter in parameters]
@@ -417,13 +432,17 @@ class Reducer(GradientAverager[Exchange]):
             parameters = [self.keys[m] for m in batch.members]
             if finite:
                 means = self.exchange.bucket_batches.unpack(index)
+                if absent := self.exchange.absent.keys() & set(batch.members):
+                    kept = [i for i, m in enumerate(batch.members) if m not in absent]
+                    parameters, means = [parameters[i] for i in kept], [means[i] for i in kept]
                 if self.total or self._scaled:
                     means = [mean.mul_(factor) for mean in means]
                 exclusive = not self.exchange.bucket_batches.shares(index)
             else:
                 means = [torch.full_like(parameter, float("nan")) for parameter in parameters]
                 exclusive = True
-            self._put(parameters, means, exclusive)
+            if parameters:
+                self._put(parameters, means, exclusive)
         self.exchange.results.clear()  # free the memory before the next step
         self.ledger.add("decode", perf_counter() - began)
 

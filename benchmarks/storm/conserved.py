@@ -21,7 +21,7 @@ def conserved(
 ) -> np.ndarray:
     """Return what an orderly change of the ranks conserves, as one vector; collective.
 
-    This is the sum over ranks of all residuals, or the average of the models.
+    This is the mean over ranks of all residuals, or of the models.
 
     Args:
         optimizer: a distributed optimizer.
@@ -39,4 +39,4 @@ def conserved(
         for value in saved.residuals():
             row += np.ravel(value)
         rows.append(row)
-    return add(np.concatenate(rows))
+    return add(np.concatenate(rows)) / size

@@ -295,20 +295,18 @@ def test_resuming_on_the_same_machines_is_exact(inner: Compressor, tmp_path: Pat
 
 @pytest.mark.parametrize(("ranks", "local_size"), [(4, 1), (4, 4), (2, 1), (6, 3), (1, 1)])
 def test_resuming_on_others_keeps_what_is_owed(ranks: int, local_size: int, tmp_path: Path) -> None:
-    """A checkpoint loaded with another number of ranks or hosts keeps the sum of the residuals.
+    """A checkpoint loaded with another number of ranks or hosts keeps the mean of the residuals.
 
     The next steps send these residuals with the gradients, as for whole tensors.
     """
     world = simulate(TwoLevel(PowerSGD(1)), 4, local_size=2)
     for gradients in several(4, 3):
         step(world, NUMPY, gradients)
-    total = 4 * debts(world, "w")
+    owed = debts(world, "w")
     save(tmp_path, world)
     resumed = load(tmp_path, TwoLevel(PowerSGD(1)), ranks, local_size)
     gradients = several(ranks, 1, seed=5)[0]
     given = np.mean([mine["w"] for mine in gradients], 0)
     means = step(resumed, NUMPY, gradients)
-    assert means[0] is not None and np.abs(total).max() > 1
-    np.testing.assert_allclose(
-        means[0]["w"] + debts(resumed, "w"), given + total / ranks, atol=2e-5
-    )
+    assert means[0] is not None and np.abs(owed).max() > 0.25
+    np.testing.assert_allclose(means[0]["w"] + debts(resumed, "w"), given + owed, atol=2e-5)

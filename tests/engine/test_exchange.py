@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cases import CASES, FIRST, Case
 from frameworks import NUMPY, POISONED, TENSORFLOW, TORCH, Framework, parameters, same_bits
-from laws import several, step
+from laws import several, states, step
 
 from accordion_hvd import (
     STC,
@@ -391,8 +391,26 @@ def test_sharing_a_bucket_batch_changes_no_decision(
     "compressor", [TopK(0.1), PowerSGD(2), EFSignSGD(), OneBit(), Int8(), STC(0.1)], ids=repr
 )
 def test_large_finite_gradients_count(compressor: Compressor) -> None:
-    """A step is not skipped if gradients are finite and only their sum overflows in fp32."""
-    world = simulate(compressor, 2)
-    means = world.step([{"w": np.full((40, 30), 1e36, np.float32)}] * 2)
-    assert world.exchanges[0].skipped == 0 and means[0] is not None
-    assert np.isfinite(means[0]["w"]).all() and abs(means[0]["w"]).max() > 1e35
+    """A step is not skipped unless the norm of a gradient is above 1e15."""
+    for value, counts in ((1e13, True), (1e14, False)):
+        world = simulate(compressor, 2)
+        means = world.step([{"w": np.full((40, 30), value, np.float32)}] * 2)
+        assert world.exchanges[0].skipped == (not counts) and (means[0] is not None) == counts
+        if means[0] is not None:
+            assert np.isfinite(means[0]["w"]).all() and abs(means[0]["w"]).max() > value / 10
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if not c.private], ids=lambda case: case.name)
+def test_training_goes_on_after_a_spike(case: Case) -> None:
+    """After one gradient of any finite size, the third step is as any other."""
+    for size in (1e6, 1e10, 1e13, 1e16, 1e19, 1e25, 3e37):
+        world, good = simulate(case.compressor, 2, local_size=2), several(2, 8)
+        for number, gradients in enumerate(good):
+            if number == 3:
+                gradients = [{k: x * np.float32(size) for k, x in g.items()} for g in gradients]
+            with np.errstate(over="ignore", invalid="ignore"):
+                means = step(world, NUMPY, gradients)
+            if number >= 6:
+                assert all(np.isfinite(x).all() for x in (means[0] or {"w": np.inf}).values()), size
+        for state in states(world, NUMPY):
+            assert all(np.isfinite(x).all() for x in state.values()), size

@@ -174,9 +174,9 @@ class Gathering:
 
 
 def residuals(ranks: Sequence[NumPyAverager]) -> np.ndarray:
-    """Return the sum of all ranks' residuals as one vector."""
+    """Return the mean of all ranks' residuals as one vector."""
     parts = [rank_changes.part(one.exchange, False).buckets for one in ranks]
-    return np.sum([[_residual(saved) for saved in buckets] for buckets in parts], 0)
+    return np.mean([[_residual(saved) for saved in buckets] for buckets in parts], 0)
 
 
 def _residual(saved: Any) -> np.ndarray:
@@ -190,12 +190,13 @@ def change(
     joined: int,
     compression: Any,
     joined_first: bool = False,
+    total: bool = False,
 ) -> tuple[list[NumPyAverager], list[Any]]:
     """Continue with the ranks `stay` and `joined` new ones; return these ranks and their groups."""
     old = [ranks[rank] for rank in stay]
     size = len(old) + joined
     hub = Hub(size)
-    fresh = averagers(Hub(size), compression, guard=Guard())[:joined]
+    fresh = averagers(Hub(size), compression, guard=Guard(), total=total)[:joined]
     new = fresh + old if joined_first else old + fresh
     gathering = Gathering(size)
     for rank, one in enumerate(new):
@@ -216,16 +217,18 @@ def change(
 @pytest.mark.parametrize(
     "stay, joined", [((0, 1, 2), 2), ((1, 2), 0), ((2, 0), 2), ((1,), 0), ((2, 0, 1), 0)]
 )
-def test_the_sum_of_residuals_outlives_changes_of_ranks(
+@pytest.mark.parametrize("total", [False, True])
+def test_what_is_owed_outlives_changes_of_ranks(
+    total: bool,
     compression: str,
     stay: tuple[int, ...],
     joined: int,
     joined_first: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Residuals of ranks that leave are kept by others, and ranks that join receive a share."""
+    """The mean residual is owed to means, and the sum of all residuals to sums."""
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    ranks = averagers(Hub(3), compression, guard=Guard())
+    ranks = averagers(Hub(3), compression, guard=Guard(), total=total)
     for step in range(3):
         on_all(ranks, lambda one, rank, step=step: one.step(gradients(rank, step)))
     before = residuals(ranks)
@@ -233,9 +236,10 @@ def test_the_sum_of_residuals_outlives_changes_of_ranks(
         gathering = Gathering(3)
         on_all(ranks, lambda one, rank: one.hand_over(gathering.of(rank)))
         np.testing.assert_allclose(residuals(ranks), before, rtol=1e-5, atol=1e-5)
-    ranks, groups = change(ranks, stay, joined, compression, joined_first)
+    ranks, groups = change(ranks, stay, joined, compression, joined_first, total)
     assert all(group.lost == [] for group in groups), groups
-    np.testing.assert_allclose(residuals(ranks), before, rtol=1e-5, atol=1e-5)
+    owed = before * (3 / len(ranks) if total else 1)
+    np.testing.assert_allclose(residuals(ranks), owed, rtol=1e-5, atol=1e-5)
     means = on_all(ranks, lambda one, rank: one.step(gradients(rank, 3)))
     assert {one.exchange.steps for one in ranks} == {4}
     for mean in means:
@@ -247,7 +251,7 @@ def test_a_rank_that_dies_loses_its_last_commit_only() -> None:
     on_all(ranks, lambda one, rank: one.step(gradients(rank, 0)))
     for one in ranks:
         one.commit()
-    kept, norm = residuals([ranks[0], ranks[2]]), ranks[1].committed_norm()
+    kept, norm = residuals([ranks[0], ranks[2]]) * 2 / 3, ranks[1].committed_norm()
     assert norm == pytest.approx(float(np.linalg.norm(residuals([ranks[1]]))), rel=1e-5)
     on_all(ranks, lambda one, rank: one.step(gradients(rank, 1)))
     for one in (ranks[0], ranks[2]):

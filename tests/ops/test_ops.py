@@ -235,6 +235,10 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("nonfinite", (HUGE,), 0),
     ("nonfinite", (np.append(HUGE, np.float32(np.inf)),), 0),
     ("nonfinite", (HUGE.astype(np.float64) * 1e200,), 0),
+    ("too_large", (X,), 0),
+    ("too_large", (NAN,), 0),
+    ("too_large", (HUGE,), 0),
+    ("too_large", (X.astype(np.float16),), 0),
     ("zero_if_nonfinite", (X, GOOD), 0),
     ("zero_if_nonfinite", (X, BAD), 0),
     ("nans_like", (X,), 0),
@@ -613,3 +617,19 @@ def test_only_nonfinite_elements_are_nonfinite(framework: Framework, dtype: str)
         for bad in (np.nan, np.inf, -np.inf):
             x = np.append(huge, np.asarray(bad, dtype))
             assert framework.array(framework.xp.nonfinite(framework.tensor(x)))[0] == 1
+
+
+@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_large_norms_are_noticed(framework: Framework, dtype: str) -> None:
+    cases = [([1.0] * 9, 0), ([np.nan, 1], 1), ([1, -np.inf], 1)]
+    if dtype != "float16":
+        cases += [([9e14, 0], 0), ([8e14] * 2, 1), ([1e30], 1), ([-1e38, 1e38], 1)]
+    with framework.running():
+        for x, large in cases:
+            given = framework.tensor(np.asarray(x, dtype))
+            assert framework.array(framework.xp.too_large(given))[0] == large, x
+            if framework is TENSORFLOW:
+                import tensorflow as tf
+
+                assert tf.function(framework.xp.too_large)(given).numpy()[0] == large, x

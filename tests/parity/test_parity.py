@@ -102,6 +102,8 @@ KERAS_ONLY = {
     "check_learning_rate_fall_makes_layers_critical": "Horovod has no callbacks for PyTorch",
     "check_save_and_load": "PyTorch's: check_copies_and_pickles",
     "check_models_from_hdf5_train_on": "PyTorch has no such files",
+    "check_variables_in_turn": "PyTorch's: check_layers_in_turn",
+    "check_sums_of_passes_without_some_gradients": "PyTorch adds up gradients itself",
     "check_config": "PyTorch's: check_copies_and_pickles",
     "check_guard_in_fit": "the callback compares; PyTorch has none",
 }

@@ -219,6 +219,49 @@ def check_parameters_without_gradients() -> None:
     torch.testing.assert_close(results[1], results[0], atol=1e-6, rtol=1e-5)
 
 
+class Heads(torch.nn.Module):
+    """A model whose gradients are its inputs; a head that is not named has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterDict({n: torch.zeros(40, 40) for n in ("trunk", "a", "b")})
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.stack([(self.weights[name] * x).sum() for name, x in inputs.items()]).sum()
+
+
+def check_heads_in_turn() -> None:
+    """What is owed to a head stays owed while no rank uses it, and DDP leaves its gradient alone.
+
+    In some steps, the ranks use different heads.
+    """
+    for compression in (TopK(0.1), PowerSGD(2), Dense()):
+        model, _ = wrapped(Heads(), compression, find_unused_parameters=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # only decides which have moments
+        wanted = {name: torch.zeros(40, 40) for name in ("trunk", "a", "b")}
+        for step in range(72):
+            optimizer.zero_grad()
+            head = "ab"[(step // 2 + (step % 4 == 3) * dist.get_rank()) % 2]
+            names = ["trunk", head] if step < 12 else ["trunk", "a", "b"]
+            seeds = {name: 1000 * step + 10 * i + dist.get_rank() for i, name in enumerate(names)}
+            made = {n: torch.Generator().manual_seed(seed) for n, seed in seeds.items()}
+            inputs = {n: torch.randn(40, 40, generator=g) * (step < 12) for n, g in made.items()}
+            model(inputs).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for parameter in model.module.weights.values():
+                    if parameter.grad is not None:
+                        parameter.sub_(parameter.grad)
+            for name, x in inputs.items():
+                wanted[name] -= x
+            if step == 1:
+                assert len(optimizer.state) == 2
+        for name, total in wanted.items():
+            dist.all_reduce(total)
+            mean, found = total / dist.get_world_size(), model.module.weights[name].detach()
+            assert float((found - mean).norm() / mean.norm()) < 1e-3, (compression, name)
+
+
 def check_loss_scaling() -> None:
     for compression in (None, TopK(0.2)):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)

@@ -18,6 +18,7 @@ import accordion_hvd.torch as hvd
 from accordion_hvd import (
     DPSGD,
     EF21,
+    FP16,
     WAGMA,
     Accordion,
     Dense,
@@ -134,6 +135,34 @@ def check_late_parameters_of_compressed_optimizers_take_part() -> None:
         assert body.abs().max() > 0
 
 
+def check_late_parameters_warm_up_by_themselves() -> None:
+    """After the warm-up of the others, their first steps are those of the dense stage."""
+    for how in ("list", "unfrozen"):
+        head, body = zeros(2)
+        body.requires_grad_(how == "list")
+        first = [head] if how == "list" else [head, body]
+        optimizer = hvd.OnebitAdam(first, lr=0.1, warmup_steps=3)
+        reference = zeros(1)
+        adam = torch.optim.Adam(reference, lr=0.1)
+        for step in range(10):
+            if step == 5:
+                body.requires_grad_(True)
+                if how == "list":
+                    optimizer.param_groups[0]["params"].append(body)
+            optimizer.zero_grad()
+            loss = (head * gradient(step)).sum()
+            (loss + (body * gradient(step, salt=1)).sum() if step >= 5 else loss).backward()
+            optimizer.step()
+            if 5 <= step < 8:
+                reference[0].grad = total(range(step, step + 1), salt=1)
+                adam.step()
+                torch.testing.assert_close(
+                    body.detach(), reference[0].detach(), rtol=1e-3, atol=1e-4
+                )
+        assert set(optimizer.exchange.levels().values()) == {repr(optimizer.rule)}
+        assert_equal_ranks(head, body)
+
+
 def check_unfrozen_layers_take_part() -> None:
     """Of averaged models and of compressed optimizers; frozen layers do not move."""
     for make in (lambda ps: wrapped(torch.optim.SGD(ps, lr=0.1), LocalSGD(2)), hvd.CDAdam):
@@ -149,6 +178,67 @@ def check_unfrozen_layers_take_part() -> None:
             optimizer.step()
         assert_equal_ranks(head, body)
         assert body.abs().max() > 0
+
+
+def check_layers_in_turn() -> None:
+    """What is owed to a frozen layer stays owed until it trains again; an unused one is paid."""
+    for compression in some((TopK(0.1), PowerSGD(2), EF21(TopK(0.3))), (TopK(0.1), PowerSGD(2))):
+        for frozen in (True, False):
+            layers_in_turn(compression, frozen)
+
+
+def layers_in_turn(compression: Any, frozen: bool) -> None:
+    layers = zeros(2)
+    optimizer = wrapped(torch.optim.SGD(layers, lr=1.0), compression)
+    for step in range(80):
+        trained = [step % 2] if step < 12 else [0, 1]
+        for i, layer in enumerate(layers):
+            layer.requires_grad_(i in trained or not frozen)
+        optimizer.zero_grad()
+        factor = float(step < 12)
+        sum((layers[i] * gradient(step, salt=i) * factor).sum() for i in trained).backward()
+        before = [layer.detach().clone() for layer in layers]
+        optimizer.step()
+        for i in {0, 1} - set(trained) if frozen else ():
+            assert torch.equal(before[i], layers[i])
+    for i, layer in enumerate(layers):
+        wanted = -sum(total(range(step, step + 1), i) for step in range(i, 12, 2))
+        error = float((layer.detach() - wanted).norm() / wanted.norm())
+        assert error < 2e-3, (compression, frozen, error)
+
+
+def check_local_optimizers_leave_unused_layers_alone() -> None:
+    """Compressed optimizers, and those of averaged models, skip what no rank has used.
+
+    Moments and weight decay stay as they are, as in `torch.optim`.
+    """
+    ours, theirs = zeros(2), zeros(2)
+    for p in (*ours, *theirs):
+        p.data.fill_(1.0)
+    optimizer = hvd.Adam(ours, lr=0.1, weight_decay=0.1, decoupled_weight_decay=True)
+    reference = torch.optim.AdamW(theirs, lr=0.1, weight_decay=0.1)
+    for step in range(8):
+        used = [0] if step % 3 else [0, 1]
+        optimizer.zero_grad()
+        sum((ours[i] * gradient(step, salt=i)).sum() for i in used).backward()
+        optimizer.step()
+        for i, p in enumerate(theirs):
+            p.grad = total(range(step, step + 1), i) if i in used else None
+        reference.step()
+        if step == 3:
+            before = ours[1].detach().clone()
+        if step in (4, 5):
+            assert torch.equal(before, ours[1])
+    torch.testing.assert_close(ours[0].detach(), theirs[0].detach(), rtol=1e-4, atol=1e-5)
+    averaged = wrapped(torch.optim.AdamW(ours, lr=0.1, weight_decay=0.1), LocalSGD(1))
+    for optimizer in (hvd.CDAdam(ours, lr=0.1), averaged):
+        for step in range(6):
+            optimizer.zero_grad()
+            (ours[step % 2] * gradient(step)).sum().backward()
+            before = ours[1 - step % 2].detach().clone()
+            optimizer.step()
+            torch.testing.assert_close(before, ours[1 - step % 2].detach())
+        assert_equal_ranks(*ours)
 
 
 # ------------------------------------------------------------------- changes of the gradients
@@ -280,6 +370,18 @@ def check_residuals_do_not_follow_the_scale() -> None:
         torch.testing.assert_close(w.detach(), -total(range(4)), rtol=1e-4, atol=1e-4)
 
 
+def check_small_gradients_survive_half_precision() -> None:
+    """With `grad_scaler=`, fp16 values are those of scaled gradients."""
+    for compression in (FP16(), hvd.Compression.fp16):
+        (w,) = zeros()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        optimizer = wrapped(torch.optim.SGD([w], lr=1e7), compression, grad_scaler=scaler)
+        scaler.scale((w * gradient(0) * 1e-7).sum()).backward()
+        scaler.step(optimizer)
+        error = float((w.detach() + total(range(1))).norm() / total(range(1)).norm())
+        assert error < 1e-3, (compression, error)
+
+
 def check_scaled_averages_with_residuals_are_refused() -> None:
     """Horovod's recipe averages scaled gradients, which only suits what keeps no residuals."""
     for compression, fits in ((Dense(), True), (TopK(0.1), False)):
@@ -350,6 +452,7 @@ def check_schedules_made_before_wrapping() -> None:
 def check_names_have_no_prefixes() -> None:
     """Patterns match the names of a module that is compiled, wrapped, or both."""
     for make in (torch.compile, torch.nn.DataParallel, lambda m: torch.nn.DataParallel(m)):
+        torch.manual_seed(0)
         network = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Linear(40, 40))
         outer = make(network)
         plain = torch.optim.SGD(outer.parameters(), lr=0.1)

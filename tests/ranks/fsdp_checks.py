@@ -253,6 +253,44 @@ def check_several_losses_in_a_step() -> None:
     assert state.exchange.steps == 48
 
 
+class Heads(torch.nn.Module):
+    """A model whose gradients are its inputs; a head that is not named has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterDict({name: torch.zeros(40, 40) for name in "ab"})
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.stack([(self.weights[name] * x).sum() for name, x in inputs.items()]).sum()
+
+
+def check_heads_in_turn() -> None:
+    """What is owed to a head stays owed while no rank uses it, and its gradient stays None."""
+    for compression in (TopK(0.1), Dense()):
+        model = Heads()
+        fully_shard(model, mesh=mesh()["shards"])
+        fsdp.between(model, mesh()["replicas"], compression)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        wanted = {name: torch.zeros(40, 40) for name in "ab"}
+        for step in range(60):
+            optimizer.zero_grad()
+            names = "ab"[step % 2] if step < 12 else "ab"
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            inputs = {n: torch.randn(40, 40, generator=generator) * (step < 12) for n in names}
+            model(inputs).backward()
+            optimizer.step()
+            unused = [n for n, p in model.weights.items() if p.grad is None]
+            assert unused == [n for n in "ab" if n not in names]
+            for name, x in inputs.items():
+                wanted[name] -= x
+        for name, total in wanted.items():
+            dist.all_reduce(total)
+            found = model.weights[name].full_tensor().detach()
+            torch.testing.assert_close(
+                found, total / dist.get_world_size(), rtol=1e-4, atol=1e-5, msg=str(compression)
+            )
+
+
 def check_views_of_a_flat_buffer_stay_views() -> None:
     for compression in (Dense(), EF21(TopK(0.5))):
         expected, _ = sharded(network(), compression)

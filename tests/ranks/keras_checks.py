@@ -451,6 +451,59 @@ def check_loss_scaling() -> None:
         )  # fmt: skip
 
 
+def check_variables_in_turn() -> None:
+    """What is owed to a variable stays owed while its gradient is None, or apply() is without it.
+
+    In some eager steps, the ranks train different variables.
+    """
+    for way in ("none", "subset"):
+        for graph in (False, True):
+            variables_in_turn(way, graph)
+
+
+def variables_in_turn(way: str, graph: bool) -> None:
+    a, b = pair = [keras.Variable(tf.zeros((40, 40)), name=name) for name in "ab"]
+    opt = hvd.DistributedOptimizer(SGD(1.0), compression=TopK(0.1), guard="off")
+    opt.build(pair)
+    if way == "none":
+        runs = [
+            in_graph(graph, lambda g: opt.apply([g, None], pair)),
+            in_graph(graph, lambda g: opt.apply([None, g], pair)),
+        ]
+    else:
+        runs = [stepper(graph, opt, a), stepper(graph, opt, b)]
+    both, wanted = stepper(graph, opt, *pair), [np.zeros((40, 40)), np.zeros((40, 40))]
+    for step in range(12):
+        mixed = way == "none" and not graph and step % 4 == 3
+        for rank in range(hvd.size()):
+            grad = np.random.default_rng((step, rank)).standard_normal((40, 40)).astype("f")
+            trained = (step // 2 + mixed * rank) % 2
+            wanted[trained] -= grad / hvd.size()
+            if rank == hvd.rank():
+                mine = runs[trained], tf.constant(grad)
+        mine[0](mine[1])
+    for _ in range(60):
+        both(tf.zeros((40, 40)), tf.zeros((40, 40)))
+    for variable, want in zip(pair, wanted, strict=True):
+        error = np.linalg.norm(variable.numpy() - want) / np.linalg.norm(want)
+        assert error < 1e-3, (way, graph, error)
+
+
+def check_sums_of_passes_without_some_gradients() -> None:
+    """A gradient of an earlier pass is not lost; each pass must have the same variables."""
+    a, b = (keras.Variable(tf.zeros((40, 40)), name=name) for name in "ab")
+    opt = hvd.DistributedOptimizer(
+        SGD(1.0), compression=Dense(), backward_passes_per_step=2,
+        average_aggregated_gradients=False,
+    )  # fmt: skip
+    grad = tf.ones((40, 40))
+    opt.apply([grad, grad], [a, b])
+    opt.apply([grad, None], [a, b])
+    np.testing.assert_allclose(a.numpy(), -2.0)
+    np.testing.assert_allclose(b.numpy(), -1.0)
+    raises(ValueError, "trainable_variables is", lambda: opt.apply([grad], [b]))
+
+
 def check_half_precision() -> None:
     keras.config.set_dtype_policy("mixed_float16")
     try:

@@ -332,6 +332,31 @@ def check_late_sources_of_a_tape_take_part() -> None:
         np.testing.assert_allclose(totals[1], rows[2] + rows[3], rtol=1e-4, atol=1e-5)
 
 
+def check_sources_in_turn() -> None:
+    """What is owed to a source stays owed while it has no gradient on any rank."""
+    for graph in (False, True):
+        variables = [keras.Variable(tf.zeros((40, 40)), name=name) for name in "wv"]
+
+        def step(x: tf.Tensor, used: Any) -> list[Any]:
+            with tf.GradientTape() as tape:
+                loss = tf.add_n([tf.reduce_sum(v * x) for v in used])
+            tape = hvd.DistributedGradientTape(tape, compression=TopK(0.1), guard="off")
+            return tape.gradient(loss, variables)  # noqa: B023 (called below only)
+
+        runs = [in_graph(graph, bind(step, [v])) for v in variables]
+        runs.append(in_graph(graph, bind(step, variables)))
+        totals, wants = [np.zeros((40, 40))] * 2, [np.zeros((40, 40))] * 2
+        for number in range(28):
+            turn = number % 2 if number < 6 else 2
+            x = rank_gradient(number) * (number < 6)
+            for i, mean in enumerate(runs[turn](tf.constant(x))):
+                assert (mean is None) == (turn == 1 - i)
+                if mean is not None:
+                    totals[i] = totals[i] + mean.numpy()
+                    wants[i] = wants[i] + everywhere(x).mean(0)
+        np.testing.assert_allclose(totals, wants, rtol=1e-4, atol=1e-5)
+
+
 def check_scaled_losses_of_a_tape() -> None:
     """Residuals do not follow the scale of a LossScaleOptimizer, which a tape finds itself."""
     for graph in (False, True):

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from cases import Case
+from cases import FIRST, Case
 from frameworks import (
     NUMPY,
     POISONED,
+    TENSORFLOW,
     TORCH,
     Framework,
     Ranks,
@@ -429,19 +430,20 @@ def bytes_are_counted(case: Case, framework: Framework, ranks: int) -> None:
 
 
 def step(
-    world: World, framework: Framework, gradients: list[dict[str, np.ndarray]], lr: float = 0.1
-) -> list[dict[str, np.ndarray] | None]:
+    world: World, framework: Framework, gradients: Sequence[Mapping[str, Any]], lr: float = 0.1
+) -> list[Any]:
     """Run one step of a simulated world on NumPy arrays; return each rank's result, or None.
 
     If the world's methods read weights, the step is also applied to the weights of `weights_of`.
     """
     weights = weights_of(world, gradients)
     with framework.running():
-        tensors = [{k: framework.tensor(g) for k, g in mine.items()} for mine in gradients]
+        tensors = [{k: made(framework.tensor, g) for k, g in mine.items()} for mine in gradients]
         told = [{k: framework.tensor(x) for k, x in mine.items()} for mine in weights]
         means = world.step(tensors, lr=lr, weights=told or None)
         found = [
-            None if m is None else {k: framework.array(x) for k, x in m.items()} for m in means
+            None if m is None else {k: made(framework.array, x) for k, x in m.items()}
+            for m in means
         ]
     for exchange, mine, moves in zip(world.exchanges, weights, found, strict=bool(weights)):
         assigned = {
@@ -451,11 +453,17 @@ def step(
         }
         for i, name in enumerate(mine if moves else ()):
             move = moves[name] if moves else None
-            mine[name] = move if assigned[i] else mine[name] - np.asarray(lr * move, move.dtype)
+            if move is not None:
+                kept = mine[name] - np.asarray(lr * move, move.dtype)
+                mine[name] = move if assigned[i] else kept
     return found
 
 
-def weights_of(world: World, gradients: list[dict[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
+def made(function: Callable[[Any], Any], value: Any) -> Any:
+    return None if value is None else function(value)
+
+
+def weights_of(world: World, gradients: Sequence[Mapping[str, Any]]) -> list[dict[str, np.ndarray]]:
     """Return each rank's weights, equal before the first step; [] if no method reads weights."""
     policy = world._policies[0]
     levels = (*policy.levels("w"), policy.plain()) if policy.output == "update" else ()
@@ -538,6 +546,59 @@ def bad_steps_are_taken_back(case: Case, framework: Framework, ranks: int) -> No
                     assert np.mean(np.abs(mine[name] - wanted[name]) > 1e-5) < 0.01
                 else:
                     np.testing.assert_allclose(mine[name], wanted[name], atol=1e-4)
+
+
+@law_if(
+    lambda case, framework, ranks: (
+        case.guarded and not case.private and (framework is not TENSORFLOW or case in FIRST)
+    )
+)
+def absent_tensors_stay(case: Case, framework: Framework, ranks: int) -> None:
+    """A tensor without a gradient on all ranks keeps its state; on some ranks, it counts as zeros.
+
+    The next gradients then find the residual as it was.
+    """
+    good = several(ranks, 4)
+    world, twin = (simulate(case.compressor, ranks, local_size=local_size(ranks)) for _ in "ab")
+    for gradients in good[:2]:
+        step(world, framework, gradients)
+        step(twin, framework, gradients)
+    for name in ("v", "b") if ranks > 1 else ():
+        absent = [dict(mine) for mine in good[2]]
+        zeros = [dict(mine) for mine in good[2]]
+        absent[-1][name], zeros[-1][name] = None, np.zeros_like(zeros[-1][name])
+        ours, theirs = step(world, framework, absent), step(twin, framework, zeros)
+        for mine, wanted in zip(ours, theirs, strict=True):
+            assert all(same_bits(mine[key], wanted[key]) for key in wanted)
+    for names in (["v"], ["w", "b"], ["w", "b", "v", "s"]):
+        before = parts(world, framework)
+        means = step(world, framework, [dict(x) | dict.fromkeys(names) for x in good[3]])
+        assert all((mean[key] is None) == (key in names) for mean in means for key in mean)
+        for mine, was in zip(parts(world, framework), before, strict=True):
+            assert mine.keys() == was.keys()
+            assert all(same_bits(mine[k], was[k]) for k in was if k[0] in names)
+    assert all(np.isfinite(x).all() for x in step(world, framework, good[3])[0].values())
+
+
+EQUALITY.add(absent_tensors_stay)  # which frameworks restore in their own ways
+
+
+def parts(world: World, framework: Framework) -> list[dict[tuple[str, str], np.ndarray]]:
+    """Return each rank's tensors of states by (tensor, key), cut where several share a bucket."""
+    found: list[dict[tuple[str, str], np.ndarray]] = []
+    for exchange in world.exchanges:
+        found.append({})
+        for entry in exchange.bucket_states:
+            names = [exchange.tensors[member].name for member in entry.bucket.members]
+            cuts = np.cumsum(entry.bucket.sizes)[:-1]
+            for key, value in (entry.state or {}).items():
+                array = framework.array(value)
+                if len(names) == 1:
+                    found[-1][names[0], key] = array
+                elif array.size == entry.bucket.size:
+                    rows = zip(names, np.split(np.ravel(array), cuts), strict=True)
+                    found[-1] |= {(name, key): row.copy() for name, row in rows}
+    return found
 
 
 NOT_OF_NUMPY = {POISONED: {bad_steps_are_taken_back}, TORCH: {half_gradients}}

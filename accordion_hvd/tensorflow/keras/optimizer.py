@@ -290,8 +290,11 @@ class _Distributed(Controls):
         self._averager = self._settings.averager(lambda: _exchanged(reference()))
         self._averager.gain = lambda variable: gain_of(reference(), variable)
         self._averager.rate = lambda: reference()._rate()  # type: ignore[union-attr]
+        if isinstance(self, keras.optimizers.LossScaleOptimizer):
+            self._averager.scaler = lambda: tf.convert_to_tensor(reference().dynamic_scale)  # type: ignore[union-attr]
         self._models = self._settings.models(self._averager)  # the model averager, or None
-        self._sums: list[tf.Variable] = []
+        self._sums: dict[int, tf.Variable] = {}  # by keys of variables
+        self._summed: set[int] = set()  # keys of those with a gradient in this step
         self._passes: tf.Variable | None = None
         self._small: tf.Variable | None = None  # number of small batches per batch, for graphs
         self._factor: Any = None  # factor of the learning rate within a step
@@ -458,8 +461,13 @@ class _Distributed(Controls):
         """
         self._make_sums(variables)
         count = batches if self._resizes and not self.growth.loader else 1
-        for total, grad in zip(self._sums, grads, strict=True):
+        if set(map(key_of, variables)) != self._sums.keys():
+            allowed = "the same in each pass, since gradients are summed"
+            check.refuse(OWNER, "trainable_variables", [v.path for v in variables], allowed)
+        for key, grad in zip(map(key_of, variables), grads, strict=True):
             if grad is not None:
+                self._summed.add(key)
+                total = self._sums[key]
                 total.assign_add(tf.cast(tf.convert_to_tensor(grad), total.dtype))
         passes = self._settings.passes
         divisor = count * (passes if self._settings.average_passes else 1)
@@ -468,10 +476,13 @@ class _Distributed(Controls):
         def step() -> None:
             self._passes.assign(0)
             sums = [
-                None if grad is None else total / tf.cast(divisor, total.dtype)
-                for total, grad in zip(self._sums, grads, strict=True)
-            ]
-            for total in self._sums:
+                self._sums[key] / tf.cast(divisor, self._sums[key].dtype)
+                if key in self._summed else None
+                for key in map(key_of, variables)
+            ]  # fmt: skip
+            if tf.executing_eagerly():  # a graph has the same gradients in each pass
+                self._summed.clear()
+            for total in self._sums.values():
                 total.assign(tf.zeros_like(total))
             self._step(sums, variables, batches)
 
@@ -491,7 +502,8 @@ class _Distributed(Controls):
             return
         with tf.init_scope():
             self._passes = create(0, tf.int64)
-            self._sums = [create(tf.zeros(tuple(v.shape), v.dtype)) for v in variables]
+            zeros = {key_of(v): tf.zeros(tuple(v.shape), v.dtype) for v in variables}
+            self._sums = {key: create(zero) for key, zero in zeros.items()}
 
 
 if TYPE_CHECKING:
