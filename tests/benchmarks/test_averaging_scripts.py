@@ -73,7 +73,11 @@ def test_a_bench_of_real_ranks(tmp_path: Path) -> None:
     small += ["--tasks", "digits", "--seeds", "1", "--epochs", "2"]
     parts = ["waiting", "idle", "accuracy", "report"]
     run = [sys.executable, str(script), *parts, "--page", str(page), *small]
-    subprocess.run(run, check=True, timeout=200)
+    ended = subprocess.run(
+        run, timeout=200, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
     lines = [line.split("|") for line in text.splitlines() if line.startswith("| 1,000 |")]
