@@ -10,9 +10,10 @@ import pytest
 from frameworks import NUMPY, Framework, parameters
 
 from accordion_hvd import Dense, PowerSGD, TopK, namespace, simulate
+from accordion_hvd.policies import efficiency
 from accordion_hvd.policies.base import Seen
 from accordion_hvd.policies.decision import Decision
-from accordion_hvd.policies.efficiency import SAMPLE, Efficiency, EfficiencyWeights
+from accordion_hvd.policies.efficiency import FEW, SAMPLE, Efficiency, EfficiencyWeights
 from accordion_hvd.policies.evidence import (
     CompressionError,
     Evidence,
@@ -166,7 +167,8 @@ def progress(framework: Framework, compressor: Any, bad: int = -1) -> tuple[Watc
 def test_the_efficiency(compressor: Any, framework: Framework) -> None:
     """The efficiency is a ratio of inner products with the step before, summed over ranks.
 
-    Large buckets are sampled.
+    The part of <g', g> that is due to differences between the ranks is subtracted. Large buckets
+    are sampled.
     """
     policy, steps = progress(framework, compressor)
     assert len(policy.given) == 2
@@ -182,6 +184,15 @@ def test_the_efficiency(compressor: Any, framework: Framework) -> None:
                         x[name].reshape(-1)[::every] for x in (now[rank], before[rank], mean)
                     )
                     own, sent = own + g @ last / 2, sent + g @ u / 2
+            samples = np.array([
+                [row[name].reshape(-1)[::every] for row in now]
+                for now, _ in steps[first : first + LONGER]
+            ], np.float64)  # fmt: skip
+            few = samples[:, :, :: -(-samples.shape[2] // FEW)]
+            one, other = few[::2].sum(0), few[1::2].sum(0)
+            both = (one * other).sum() / 2 - one.mean(0) @ other.mean(0)
+            pairs = len(few[::2]) * len(few[1::2])
+            own -= (LONGER - 1) * both / pairs * samples.shape[2] / few.shape[2]
             assert seen[EfficiencyWeights.key][name] == pytest.approx(own, rel=1e-4)
             assert seen[Efficiency.key][name] == pytest.approx(sent / own, rel=1e-4)
     assert np.prod(SHAPES["large"]) > SAMPLE
@@ -193,6 +204,28 @@ def test_an_efficiency_is_finite_although_a_gradient_is_not(framework: Framework
     for seen in policy.given:
         assert {"two", "large"} <= set(seen[Efficiency.key])
         assert all(np.isfinite([*found.values()]).all() for found in seen.values())
+
+
+@pytest.mark.parametrize("apart", [0.0, 1.0, 4.0])
+def test_unequal_shards_do_not_make_a_lossless_level_inefficient(
+    apart: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A level that loses nothing has the efficiency 1, also if the ranks' data differ."""
+
+    def measured() -> float:
+        policy = Watching(TopK(1.0), *PROGRESS)
+        policy.window, ranks = 100, 4
+        world, rng = simulate(policy, ranks), np.random.default_rng(0)
+        shards = apart * rng.standard_normal((ranks, 40, 30))
+        shards += rng.standard_normal((40, 30)) - shards.mean(0)
+        for _ in range(101):
+            noisy = shards + rng.standard_normal(shards.shape)
+            world.step([{"w": mine.astype("f")} for mine in noisy], 0.1)
+        return world.exchanges[0].policy.given[0][Efficiency.key]["w"]
+
+    assert measured() == pytest.approx(1.0, abs=0.02)
+    monkeypatch.setattr(efficiency, "_inequality", lambda *sums: 0.0)
+    assert measured() < 0.6 or apart == 0.0
 
 
 def test_an_efficiency_that_may_be_chance_is_left_out() -> None:

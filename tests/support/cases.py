@@ -504,6 +504,7 @@ REFUSED = [
         for kind in (EF21, Diana, ErrorFeedback, Gathered)
         for bad in (None, "topk", TopK, PowerSGD(1), EF21(TopK(0.1)))
     ],
+    *[(Diana, "codec", biased) for biased in (TopK(0.1), RandomK(0.1), OneBit())],
     *[(Momentum, "compressor", bad) for bad in (None, "topk", DGC(0.1), TwoLevel(TopK(0.1)))],
 ]
 """Hyper-parameters that must be refused: class, argument, value."""
