@@ -275,21 +275,25 @@ def _averager(
         averager.agrees = not elastic  # ranks that join take their first step later than others
         averager.local = set(local)
         averager.scaler = _scaler_of(serving, ids)
-        _averagers[key] = averager
-        for variable in variables[:1]:  # another variable may get the same id later
-            weakref.finalize(variable, _averagers.pop, key, None)
+        _keep(key, averager, variables)
     _averagers[key].rate = lr
     return _averagers[key]
 
 
 def _take_in(key: tuple[Any, ...], variables: Sequence[Any]) -> None:
     """Let the averager of some of these sources, at the same place, serve all of them."""
-    ids, (place, others) = set(key[-1]), (key[:-1], list(_averagers))
-    known = [k for k in others if k[:-1] == place and ids > set(k[-1])]
+    known = [k for k in _averagers if k[:-1] == key[:-1] and set(k[-1]) < set(key[-1])]
     if known:
         averager = _averagers.pop(max(known, key=lambda k: len(k[-1])))
         averager.take_in(variables)
-        _averagers[key] = averager
+        _keep(key, averager, variables)
+
+
+def _keep(key: tuple[Any, ...], averager: Any, variables: Sequence[Any]) -> None:
+    """Store an averager as long as its first variable lives: another one may get the same id."""
+    _averagers[key] = averager
+    for variable in variables[:1]:
+        weakref.finalize(variable, _averagers.pop, key, None)
 
 
 def _scaler_of(serving: Policy, ids: Sequence[int]) -> Callable[[], Any] | None:
@@ -301,7 +305,8 @@ def _scaler_of(serving: Policy, ids: Sequence[int]) -> Callable[[], Any] | None:
     Raises:
         ValueError: if several are not built yet.
     """
-    if isinstance(serving, Fixed) and isinstance(serving.compressor, _WITHOUT_STATE):
+    without_state = (Dense, FP16, BF16, HorovodCompression)
+    if isinstance(serving, Fixed) and isinstance(serving.compressor, without_state):
         return None
     kind = tf.keras.optimizers.LossScaleOptimizer
     every = [x for x in gc.get_objects() if issubclass(type(x), kind)]
@@ -322,9 +327,6 @@ def _scaler_of(serving: Policy, ids: Sequence[int]) -> Callable[[], Any] | None:
         return tf.convert_to_tensor(alive.dynamic_scale if alive.built else alive.initial_scale)
 
     return scale
-
-
-_WITHOUT_STATE = (Dense, FP16, BF16, HorovodCompression)
 
 
 def _variables_of(optimizer: Any) -> set[int]:

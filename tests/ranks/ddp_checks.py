@@ -222,9 +222,9 @@ def check_parameters_without_gradients() -> None:
 class Heads(torch.nn.Module):
     """A model whose gradients are its inputs; a head that is not named has none."""
 
-    def __init__(self) -> None:
+    def __init__(self, *names: str) -> None:
         super().__init__()
-        self.weights = torch.nn.ParameterDict({n: torch.zeros(40, 40) for n in ("trunk", "a", "b")})
+        self.weights = torch.nn.ParameterDict({name: torch.zeros(40, 40) for name in names})
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         return torch.stack([(self.weights[name] * x).sum() for name, x in inputs.items()]).sum()
@@ -236,7 +236,7 @@ def check_heads_in_turn() -> None:
     In some steps, the ranks use different heads.
     """
     for compression in (TopK(0.1), PowerSGD(2), Dense()):
-        model, _ = wrapped(Heads(), compression, find_unused_parameters=True)
+        model, _ = wrapped(Heads("trunk", "a", "b"), compression, find_unused_parameters=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # only decides which have moments
         wanted = {name: torch.zeros(40, 40) for name in ("trunk", "a", "b")}
         for step in range(72):
@@ -302,20 +302,9 @@ def check_a_scaler_that_is_not_passed_is_refused() -> None:
             assert torch.equal(before, weights(model)) != fits
 
 
-class Linear(torch.nn.Module):
-    """A model whose gradient is its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(40, 40))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight * x).sum()
-
-
 def check_several_losses_in_a_step() -> None:
     """Each backward pass exchanges what it adds; steps without gradients pay what is owed."""
-    model, state = wrapped(Linear(), TopK(0.1))
+    model, state = wrapped(Heads("w"), TopK(0.1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     wanted = torch.zeros(40, 40)
     for step in range(24):
@@ -323,12 +312,12 @@ def check_several_losses_in_a_step() -> None:
         for part in range(2):
             generator = torch.Generator().manual_seed(10 * step + 100 * dist.get_rank() + part)
             x = torch.randn(40, 40, generator=generator) * (step < 4)
-            model(x).backward()
+            model({"w": x}).backward()
             wanted -= x
         optimizer.step()
     dist.all_reduce(wanted)
     torch.testing.assert_close(
-        model.module.weight.detach(), wanted / dist.get_world_size(), rtol=1e-4, atol=1e-5
+        model.module.weights["w"].detach(), wanted / dist.get_world_size(), rtol=1e-4, atol=1e-5
     )
     assert state.exchange.steps == 48
 

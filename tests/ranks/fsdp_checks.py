@@ -11,6 +11,7 @@ import harness
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ddp_checks import Heads
 from harness import refused
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -221,20 +222,9 @@ def check_a_scaler_that_is_not_passed_is_refused() -> None:
         scaler.step(optimizer)
 
 
-class Linear(torch.nn.Module):
-    """A model whose gradient is its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(40, 40))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight * x).sum()
-
-
 def check_several_losses_in_a_step() -> None:
     """Each backward pass exchanges what it adds; steps without gradients pay what is owed."""
-    model, state = Linear(), None
+    model = Heads("w")
     fully_shard(model, mesh=mesh()["shards"])
     state = fsdp.between(model, mesh()["replicas"], TopK(0.1))
     wanted = torch.zeros(40, 40)
@@ -244,30 +234,19 @@ def check_several_losses_in_a_step() -> None:
         for part in range(2):
             generator = torch.Generator().manual_seed(10 * step + 100 * dist.get_rank() + part)
             x = torch.randn(40, 40, generator=generator) * (step < 4)
-            model(x).backward()
+            model({"w": x}).backward()
             wanted -= x
         optimizer.step()
     dist.all_reduce(wanted)
-    found = model.weight.full_tensor().detach()
+    found = model.weights["w"].full_tensor().detach()
     torch.testing.assert_close(found, wanted / dist.get_world_size(), rtol=1e-4, atol=1e-5)
     assert state.exchange.steps == 48
-
-
-class Heads(torch.nn.Module):
-    """A model whose gradients are its inputs; a head that is not named has none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = torch.nn.ParameterDict({name: torch.zeros(40, 40) for name in "ab"})
-
-    def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        return torch.stack([(self.weights[name] * x).sum() for name, x in inputs.items()]).sum()
 
 
 def check_heads_in_turn() -> None:
     """What is owed to a head stays owed while no rank uses it, and its gradient stays None."""
     for compression in (TopK(0.1), Dense()):
-        model = Heads()
+        model = Heads("a", "b")
         fully_shard(model, mesh=mesh()["shards"])
         fsdp.between(model, mesh()["replicas"], compression)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

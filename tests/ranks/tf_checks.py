@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from typing import Any
@@ -330,6 +331,10 @@ def check_late_sources_of_a_tape_take_part() -> None:
         rows = [everywhere(rank_gradient(number)).mean(0) for number in range(4)]
         np.testing.assert_allclose(totals[0], sum(rows), rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(totals[1], rows[2] + rows[3], rtol=1e-4, atol=1e-5)
+        served = len(tapes._averagers)
+        del variables, few, every, run
+        gc.collect()
+        assert graph or len(tapes._averagers) == served - 1, "ids of variables are used again"
 
 
 def check_sources_in_turn() -> None:
