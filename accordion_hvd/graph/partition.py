@@ -64,10 +64,10 @@ def checked_owners(caller: Any, owner: Any, nodes: int, parts: int | None = None
     if owners.shape != (nodes,) or owners.dtype.kind not in "iu":
         given = f"of shape {owners.shape} and type {owners.dtype}"
         check.refuse(caller, "part", given, f"one integer for each of {nodes} nodes")
-    if owners.min() < 0 or (parts is not None and owners.max() >= parts):
-        wrong = owners[(owners < 0) | (owners >= (parts or 2**31))][0]
-        allowed = "of at least 0" if parts is None else f"from 0 to {parts - 1}"
-        check.refuse(caller, "an owner in part", int(wrong), f"an integer {allowed}")
+    last = (2**31 if parts is None else parts) - 1
+    wrong = owners[(owners < 0) | (owners > last)]
+    if wrong.size:
+        check.refuse(caller, "an owner in part", int(wrong[0]), f"an integer from 0 to {last}")
     return owners.astype(np.int32)
 
 

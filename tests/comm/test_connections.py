@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +18,13 @@ from accordion_hvd.comm.horovod import connections  # noqa: E402
 class Ranks:
     """Both ends of connections, which are opened in this process."""
 
-    def __init__(self) -> None:
-        self.listener = socket.create_server(("127.0.0.1", 0))
+    def __init__(self, family: socket.AddressFamily) -> None:
+        host = "127.0.0.1" if family == socket.AF_INET else "::1"
+        self.listener = socket.create_server((host, 0), family=family)
         self.pairs: list[tuple[socket.socket, socket.socket]] = []
 
     def connect(self) -> None:
-        near = socket.create_connection(self.listener.getsockname())
+        near = socket.create_connection(self.listener.getsockname()[:2])
         near.settimeout(5)
         far = self.listener.accept()[0]
         far.settimeout(5)
@@ -33,9 +35,11 @@ class Ranks:
             end.close()
 
 
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    found = Ranks()
+@pytest.fixture(params=[socket.AF_INET, socket.AF_INET6], ids=["IPv4", "IPv6"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    if request.param == socket.AF_INET6 and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    found = Ranks(request.param)
     yield found
     found.close()
 

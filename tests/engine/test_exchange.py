@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 from cases import CASES, FIRST, Case
-from frameworks import NUMPY, POISONED, TENSORFLOW, TORCH, Framework, parameters, same_bits
+from frameworks import (
+    NUMPY,
+    POISONED,
+    TENSORFLOW,
+    TORCH,
+    Framework,
+    installed,
+    parameters,
+    same_bits,
+)
 from laws import several, states, step
 
 from accordion_hvd import (
@@ -25,6 +36,7 @@ from accordion_hvd import (
     OneBit,
     PowerSGD,
     RandomK,
+    StepSchedule,
     TopK,
     simulate,
 )
@@ -414,3 +426,27 @@ def test_training_goes_on_after_a_spike(case: Case) -> None:
                 assert all(np.isfinite(x).all() for x in (means[0] or {"w": np.inf}).values()), size
         for state in states(world, NUMPY):
             assert all(np.isfinite(x).all() for x in state.values()), size
+
+
+@pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")
+def test_a_level_that_was_left_keeps_no_variables() -> None:
+    import tensorflow as tf
+
+    from accordion_hvd.tensorflow.exchange import TensorFlowExchange
+
+    policy = StepSchedule({0: TopK(0.1), 1: EFSignSGD(), 2: OneBit()}, window=1)
+    link = SimulatedCommunicator(Hub(1), 0, TENSORFLOW.xp)
+    exchange = TensorFlowExchange(link, policy, [TensorInfo("w", (40, 50), "float32")])
+    exchange.prepare_trace()
+
+    def train() -> list[weakref.ref[Any]]:
+        """Take a step; return the variables of its level, which its graph holds, too."""
+        found = [weakref.ref(x) for e in exchange.bucket_states for x in (e.state or {}).values()]
+        run = tf.function(exchange.traced, autograph=False)
+        run([tf.ones((40, 50))], tf.constant(0.1))
+        exchange.catch_up(0.1)
+        return found
+
+    left = [train() for _ in range(3)]
+    gc.collect()
+    assert all(left) and not any(x() is not None for x in left[0] + left[1])

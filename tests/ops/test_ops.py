@@ -501,6 +501,12 @@ def test_uniform_is_the_same_everywhere(framework: Framework) -> None:
         assert same_bits(mixed, wanted)
 
 
+def test_words_are_mixed_by_murmurhash3() -> None:
+    """The finalizer of MurmurHash3 maps 1 to 0x514E28B7 and all bits to 0x81F16F39."""
+    for value, wanted in ((0, 0), (1, 0x514E28B7), (0xFFFFFFFF, 0x81F16F39)):
+        assert random.hashed(0, value) == wanted
+
+
 def test_uniform_is_uniform() -> None:
     draws = random.uniform(NUMPY.xp, 100_000, random.key("test", 1))
     counts = np.histogram(draws, 50, (0, 1))[0]

@@ -384,6 +384,25 @@ def test_a_budget_makes_batches_large() -> None:
     assert [(row["level"], row["reason"]) for row in rows] == [(HIGH, OVER)]
 
 
+def test_large_batches_make_room_in_the_window_that_decides_them() -> None:
+    """The model's norm is steady, so that batches grow by 4; that of "w" is not.
+
+    LOW of "w" costs 2 MB, the budget is 1 MB for each small batch.
+    """
+    policy = growing(low=TopK(0.5), high=TopK(0.1), budget=1.0)
+    policy.byte_budget.price({"w": [2e6, 0.5e6], "v": [0.4e6, 0.1e6]}, 0.0)
+    policy.bind(OWNER, ["w", "v"])
+    rates = {"w": 0.1, "v": 0.1}
+    for norms in ({"w": 1.0, "v": 10.0}, {"w": 3.0, "v": 10.0}):
+        for _ in range(4):
+            policy.tick(rates)
+        assert policy.due(rates)
+        decide(policy, norms, rates)
+    assert policy.large and policy.level("w") == LOW
+    rows = {row.name: row for row in policy.history if row.window == 1}
+    assert rows[BATCH].level == HIGH and not rows["w"].reason.endswith(OVER)
+
+
 def test_a_budget_that_nothing_fits_in() -> None:
     for policy in (growing(budget=0.001), Accordion(TopK(0.1), TopK(0.01), budget=1e-6)):
         with pytest.raises(ValueError, match="Accordion: budget is .* but must be at least"):

@@ -31,6 +31,7 @@ from accordion_hvd.core.base import Allgather, Alltoall, Neighbours
 from accordion_hvd.engine.guard import ReplicasDiffer
 from accordion_hvd.tensorflow import tape as tapes
 from accordion_hvd.tensorflow.tape import exchange_of
+from accordion_hvd.tensorflow.variables import describe
 
 PAIR = hvd.ProcessSet([0, 1])
 
@@ -499,6 +500,12 @@ def check_names_are_complete() -> None:
         assert set(getattr(theirs, "__all__", public)) <= set(getattr(ours, "__all__", public))
     for name in ("DistributedOptimizer", "DistributedGradientTape", "broadcast_variables"):
         assert getattr(hvd, name).__module__.startswith("accordion_hvd."), name
+
+
+def check_equal_names_are_numbered() -> None:
+    """The first variable of a name keeps it, so that others do not rename it in checkpoints."""
+    made = [keras.Variable(tf.zeros(3), name=name) for name in ("w", "b", "w", "w")]
+    assert [row.name for row in describe(made)] == ["w", "b", "w.2", "w.3"]
 
 
 def check_optimizers() -> None:

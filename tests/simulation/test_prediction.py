@@ -99,6 +99,20 @@ def test_worse_links_and_shared_cores_take_longer(engine: str, spec: str) -> Non
         assert took(worse) > took(best) > 0.01
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_is_sent_late_arrives_late(overlap: bool) -> None:
+    """The last group is launched after the backward pass and all encoding."""
+    (step,) = rehearse("topk:0.01")
+    cluster = Cluster(2, bandwidth=1e4)
+
+    def took(encode: float) -> float:
+        late = [replace(x, encode=encode, decode=(0.0,) * len(x.decode)) for x in step.groups]
+        steps = [RehearsedStep(tuple(late), encode)]
+        return predict(steps, 0.01, cluster, ENGINES["torch"], overlap=overlap).seconds
+
+    assert took(0.5) - took(0.1) == pytest.approx(0.4, rel=1e-6)
+
+
 def test_a_slow_link_takes_the_time_of_its_bytes() -> None:
     size = 4 * sum(math.prod(shape) for shape in SHAPES.values())
     assert seconds("dense") == pytest.approx(1.5 * size / 1e6, rel=0.1)
