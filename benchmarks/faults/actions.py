@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,14 +17,17 @@ import numpy as np
 LATE = 5.0
 """Seconds that a late rank sleeps."""
 
+BUSY = 600.0
+"""Seconds that a busy rank sleeps."""
+
 
 def _signal(number: int, value: Any) -> Any:
     os.kill(os.getpid(), number)
     return value
 
 
-def _sleep(value: Any) -> Any:
-    time.sleep(LATE)
+def _sleep(seconds: float, value: Any) -> Any:
+    time.sleep(seconds)
     return value
 
 
@@ -34,11 +39,57 @@ def _raise(error: Exception, value: Any) -> Any:
     raise error
 
 
-def _clock(value: Any) -> Any:
-    """Set the clock that Python reads an hour ahead."""
+def _clock(seconds: float, value: Any) -> Any:
+    """Set the clock that Python reads ahead."""
     right = time.time
-    time.time = lambda: right() + 3600
+    time.time = lambda: right() + seconds
     return value
+
+
+def _fork(value: Any) -> Any:
+    """Start a child that leaves; TimeoutError if it does not end, or writes a receipt."""
+    child = os.fork()
+    if not child:
+        sys.exit(0)
+    for _ in range(100):
+        if os.waitpid(child, os.WNOHANG)[0]:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise TimeoutError("the child did not end")
+    if any(Path(os.environ["FAULTS_FOLDER"]).glob("**/receipt*")):
+        raise TimeoutError("the child has written the receipt")
+    return value
+
+
+def _worker(value: Any) -> Any:
+    """Start a worker of PyTorch's data loader that is killed after a second."""
+    import torch
+
+    class Killed(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> int:
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+            return 0
+
+    global _loader  # it lives while its worker does
+    _loader = iter(torch.utils.data.DataLoader(Killed(), num_workers=1))
+    return value
+
+
+_loader: Any = None
+
+
+def _removed(path: Any) -> Any:
+    """Put a file in the place of the folder of the file that is about to be written."""
+    shutil.rmtree(path.parent, ignore_errors=True)
+    path.parent.write_text("")
+    return path
 
 
 def _full(path: Any) -> Any:
@@ -77,12 +128,19 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {
     "interrupt": functools.partial(_signal, signal.SIGINT),
     "launcher": lambda value: value,  # the launcher gets the signal, from outside
     "unwritable": lambda value: value,  # `training.checkpoints` is such a folder
-    "sleep": _sleep,
+    "pause": functools.partial(_sleep, 1.0),  # the processes are stopped from outside meanwhile
+    "collective": lambda value: value,  # the training runs a collective of its own
+    "sleep": functools.partial(_sleep, LATE),
+    "busy": functools.partial(_sleep, BUSY),
+    "fork": _fork,
+    "worker": _worker,
+    "removed": _removed,
     "exit": functools.partial(_exit, 0),
     "exit 3": functools.partial(_exit, 3),
     "raise": functools.partial(_raise, ValueError("injected")),
     "memory": functools.partial(_raise, MemoryError("injected")),
-    "clock": _clock,
+    "clock": functools.partial(_clock, 3600.0),
+    "clock back": functools.partial(_clock, -3600.0),
     "full": _full,
     "nan": functools.partial(_spoiled, np.nan),
     "inf": functools.partial(_spoiled, np.inf),

@@ -12,6 +12,9 @@ TIMEOUT = 30
 DEAD, SILENT = 30.0, TIMEOUT + 10.0
 """Seconds within which every rank must know of a dead and of a silent rank."""
 
+PAUSE = 45.0
+"""Seconds for which all processes of a job are stopped: longer than any limit for silent ranks."""
+
 STEPS, SAVED = 10, (4, 8)
 """Steps of a training, and those after which it saves a checkpoint."""
 
@@ -45,7 +48,9 @@ class Case:
         step: first step at which the fault may happen, from 0.
         rank: rank that meets the fault.
         ranks: number of ranks.
-        options: variants of the training: "scaler", "join".
+        options: variants of the training: "scaler", "join", "ledger" (written to the folder),
+            "sink" (a sink of the ledger), "tracker", "metric" (an average of metrics at the end of
+            the epoch), "others late" (the other ranks sleep in the step of the fault).
         resumed_on: number of ranks of a second launch that loads the checkpoint; 0: none.
         environment: further environment variables.
     """
@@ -72,9 +77,14 @@ class Case:
         return self.action == "stop"
 
     @property
+    def unanswered(self) -> bool:
+        """Return whether the other ranks can only learn of the fault by waiting in vain."""
+        return self.silent or self.action in ("busy", "collective") or "metric" in self.options
+
+    @property
     def limit(self) -> float:
         """Return the seconds within which every rank must have ended or gone on."""
-        return SILENT if self.silent else DEAD
+        return SILENT if self.unanswered else DEAD + (PAUSE if self.action == "pause" else 0.0)
 
     def runs(self) -> list[tuple[str, str]]:
         """Return the pairs of framework and launcher in which the case is tried."""
@@ -128,6 +138,69 @@ SECTIONS: dict[str, tuple[Case, ...]] = {
              method="local", ranks=3, launchers=(GLOO,)),
         Case("stop-groups", "SIGSTOP in an average, WAGMA", "average", "stop", method="wagma",
              ranks=4, launchers=(MPI,)),
+    ),
+    "Busy ranks": (
+        Case("busy-forward", "a rank is alive and does not go on, in forward", "forward", "busy",
+             keras=(GLOO, MPI)),
+        Case("busy-exchange", "the same in an exchange, 3 ranks", "exchange", "busy", ranks=3,
+             launchers=ONE, keras=(GLOO,)),
+        Case("busy-average", "the same in an average, LocalSGD", "average", "busy",
+             method="local", launchers=(GLOO,)),
+        Case("busy-decision", "the same on rank 0 in a decision", "decision", "busy", rank=0,
+             method="accordion", step=5, launchers=ONE),
+        Case("busy-checkpoint", "the same in a checkpoint", "checkpoint", "busy", step=8,
+             launchers=(TORCH,), keras=(GLOO,)),
+        Case("fewer-metric", "one batch fewer before an average of metrics", "settings",
+             "steps", options=("metric",), launchers=(), keras=(GLOO, MPI)),
+        Case("collective", "a collective of the script that other ranks do not run", "step",
+             "collective", says="rank 1 has come to operation .*'accordion", launchers=(TORCH,)),
+        Case("collective-horovod", "a collective of the script that other ranks do not run",
+             "step", "collective", launchers=(GLOO, MPI)),
+    ),
+    "Pauses and clocks": (
+        Case("pause", f"all processes stop for {PAUSE:g} s", "exchange", "pause", GOES_ON,
+             keras=(GLOO, MPI)),
+        Case("pause-average", f"all processes stop for {PAUSE:g} s, LocalSGD", "average",
+             "pause", GOES_ON, method="local", launchers=(GLOO,)),
+        Case("pause-groups", f"all processes stop for {PAUSE:g} s, WAGMA", "average", "pause",
+             GOES_ON, method="wagma", ranks=4, launchers=(MPI,)),
+        Case("clock-ahead", "the clock jumps an hour ahead in an exchange", "exchange", "clock",
+             GOES_ON, options=("others late",), keras=(GLOO, MPI)),
+        Case("clock-back", "the clock jumps an hour back in an exchange", "exchange",
+             "clock back", GOES_ON, options=("others late",), launchers=(MPI,), keras=(MPI,)),
+    ),
+    "What only watches": (
+        Case("ledger-unwritable", "the ledger's folder cannot be written", "settings",
+             "ledger unwritable", GOES_ON, rank=0, options=("ledger",), launchers=ONE,
+             keras=(GLOO,)),
+        Case("ledger-file", "a file in the place of the ledger's folder", "settings",
+             "ledger file", GOES_ON, rank=0, options=("ledger",), launchers=(TORCH,)),
+        Case("ledger-full", "full disk while the ledger is written", "ledger", "full", GOES_ON,
+             rank=0, step=0, options=("ledger",), launchers=(TORCH,), keras=(GLOO,)),
+        Case("ledger-removed", "the ledger's folder is removed", "ledger", "removed", GOES_ON,
+             rank=0, step=0, options=("ledger",), launchers=(TORCH,)),
+        Case("sink-full", "full disk in a sink", "settings", "sink full", GOES_ON, rank=0,
+             options=("sink",), launchers=ONE),
+        Case("sink", "exception in a sink", "sink", "raise", GOES_ON, rank=0,
+             options=("sink",), launchers=(TORCH,), keras=(GLOO,)),
+        Case("sink-close", "exception at the end of a sink", "sink's end", "raise", GOES_ON,
+             rank=0, options=("sink",), launchers=(TORCH,)),
+        Case("tracker", "exception in an experiment tracker", "tracker", "raise", GOES_ON,
+             rank=0, options=("tracker",), launchers=(TORCH,)),
+        Case("fork", "a forked child leaves: sys.exit(0)", "step", "fork", GOES_ON,
+             options=("ledger",), rank=0, launchers=(GLOO, MPI, TORCH)),
+    ),
+    "Names": (
+        Case("named-kill", "SIGKILL, 4 ranks", "exchange", "kill", ranks=4,
+             says="rank 1 has ended", launchers=(TORCH,)),
+        Case("named-exit", "a rank leaves early: sys.exit(0)", "step", "exit", ranks=3,
+             says="rank 1 has left", launchers=(TORCH,)),
+        Case("named-error", "exception in forward", "forward", "raise", ranks=3,
+             says="rank 1 has failed .ValueError: injected", launchers=(TORCH,)),
+        Case("named-stop", "SIGSTOP in forward, 4 ranks", "forward", "stop", ranks=4,
+             says="rank 1 does not answer", launchers=(TORCH,)),
+        Case("worker", "a worker of a data loader is killed", "exchange", "worker", ranks=2,
+             says="DataLoader worker", options=("others late",), launchers=(TORCH,)),
     ),
     "Gradients that are not finite": (
         Case("nan", "NaN on one rank", "gradient", "nan", SPREADS, launchers=(TORCH,)),

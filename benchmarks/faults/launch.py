@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import processes
 from benchmarks.faults import rank
-from benchmarks.faults.cases import GLOO, TIMEOUT, TORCH, Case
+from benchmarks.faults.cases import GLOO, PAUSE, TIMEOUT, TORCH, Case
 
 ROOT = Path(__file__).resolve().parents[2]
 _BIN = Path(sys.executable).parent  # of a virtual environment, whose python is a link
@@ -141,15 +141,27 @@ def _observe(
         fault = launch.fault()
         if fault is None and now > began + _STARTS:
             return
-        if fault is not None and case.action == "launcher" and not told:
-            process.send_signal(signal.SIGINT)
+        if fault is not None and not told:
             told = True
+            if case.action == "launcher":
+                process.send_signal(signal.SIGINT)
+            elif case.action == "pause":
+                _pause(process, folder)
         if fault is not None and now > fault + case.limit + _GRACE:
             return
         survivors = set(range(case.ranks)) - {case.rank}
         if case.silent and survivors <= launch.ended.keys():
             return  # some launchers wait long for the stopped process before they kill it
     _note_ends(launch, time.monotonic())
+
+
+def _pause(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """Stop all processes of the launch for a while, as a scheduler that suspends a job."""
+    stopped = {process.pid, *processes.started(rank.FOLDER, str(folder))}
+    for number, pause in ((signal.SIGSTOP, PAUSE), (signal.SIGCONT, 0.0)):
+        for pid in stopped:
+            os.kill(pid, number)
+        time.sleep(pause)
 
 
 def _note_ends(launch: Launch, now: float) -> None:

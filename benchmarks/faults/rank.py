@@ -16,7 +16,8 @@ import numpy as np
 
 from accordion_hvd.compressors.topk import TopK
 from accordion_hvd.engine import checkpoint_files, decisions, wait_avoiding
-from benchmarks.faults.actions import ACTIONS
+from accordion_hvd.engine.ledger import files
+from benchmarks.faults.actions import ACTIONS, LATE
 from benchmarks.faults.cases import CASES, Case
 
 FOLDER, CASE, PHASE = "FAULTS_FOLDER", "FAULTS_CASE", "FAULTS_PHASE"
@@ -40,20 +41,26 @@ class Rank:
         self.case: Case = CASES[os.environ[CASE]]
         self.folder, self.resumed = Path(os.environ[FOLDER]), os.environ[PHASE] == "1"
         self.number = next(int(os.environ[name]) for name in _NUMBERS if name in os.environ)
-        self.step, self.skipped, self._met = 0, 0, self.resumed
+        self.step, self.skipped, self._met, self._pid = 0, 0, self.resumed, os.getpid()
         path = self.folder / f"rank{self.number}.{os.environ[PHASE]}.jsonl"
         self._record = open(path, "a", buffering=1)
         self.tell("started", pid=os.getpid())
 
     def tell(self, event: str, **facts: Any) -> None:
         """Append an event to the record, with its time on the clock that all processes share."""
+        if os.getpid() != self._pid:
+            return  # a child of this rank
         self._record.write(json.dumps({"event": event, "time": time.monotonic(), **facts}) + "\n")
 
     def at(self, place: str, value: Any = None) -> Any:
         """Meet the fault, if this is its place, rank and step; return `value`, perhaps altered."""
         case = self.case
-        due = place == case.place and self.number == case.rank and self.step >= case.step
-        if self._met or not due:
+        if self._met or place != case.place or self.step < case.step:
+            return value
+        if self.number != case.rank:
+            if "others late" in case.options:
+                self._met = True
+                time.sleep(2 * LATE)
             return value
         self._met = True
         self.tell("fault")
@@ -94,6 +101,7 @@ class Rank:
         """Put the places of faults into the package: checkpoints, decisions, encoders, WAGMA."""
         _before(self, checkpoint_files, "write_file", "checkpoint")
         _before(self, checkpoint_files, "new_folder", "checkpoint folder")
+        _before(self, files, "write", "ledger")
         _before(self, TopK, "encode_accumulating", "encode")
         _before(self, wait_avoiding.WaitAvoiding, "average", "average")
         share = decisions.share

@@ -75,9 +75,13 @@ def main(rank: Rank) -> None:
     rank.install_sending(HorovodCommunicator, lambda place, x: _altered(rank, place, x))
     model = network(rank)
     compression = training.method(rank)
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression)
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), compression=compression, ledger=training.ledger(rank)
+    )
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), Steps(rank)]
+    if "metric" in rank.case.options:
+        callbacks.append(hvd.callbacks.MetricAverageCallback())
     if rank.differs("weights"):
         callbacks = callbacks[1:]  # the others wait for its part of the broadcast
         model.layers[0].kernel.assign(model.layers[0].kernel + 1)

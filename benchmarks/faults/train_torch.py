@@ -32,6 +32,7 @@ def main(rank: Rank) -> None:
         model.named_parameters(),
         training.method(rank),
         grad_scaler=None if averages else scaler,
+        ledger=training.ledger(rank),
     )
     hvd.broadcast_parameters(model.state_dict(), 0)
     if rank.differs("weights"):
@@ -64,6 +65,8 @@ def train(rank: Rank, model: Any, optimizer: Any, scaler: Any, steps: int) -> No
         rank.at("step")
         if rank.case.action == "level":
             _switch(rank, optimizer)
+        if rank.case.action == "collective":
+            _run_own(rank)
         images, labels = (torch.from_numpy(x) for x in training.batch(rank.number, step))
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(images), labels)
@@ -101,6 +104,16 @@ def _altered(rank: Rank, place: str, tensor: torch.Tensor) -> torch.Tensor:
     before = tensor.detach().numpy()
     after = rank.at(place, before)
     return tensor if after is before else torch.from_numpy(after)
+
+
+def _run_own(rank: Rank) -> None:
+    """Let one rank run a collective that the others do not run, at the step of its case."""
+    if rank.number == rank.case.rank and rank.step == rank.case.step:
+        rank.tell("fault")
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(torch.ones(3))
+        else:
+            hvd.allreduce(torch.ones(3), name="own")
 
 
 def _switch(rank: Rank, optimizer: Any) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from accordion_hvd import WAGMA, Accordion, LocalSGD, TopK
+from accordion_hvd import WAGMA, Accordion, Ledger, LocalSGD, TopK
+from accordion_hvd.engine.ledger.sinks import JsonLines, Sink
+from accordion_hvd.engine.ledger.trackers import Tracker
 from benchmarks.faults.cases import STEPS
 from benchmarks.faults.rank import Rank
 
@@ -43,6 +45,49 @@ def method(rank: Rank) -> Any:
 def steps(rank: Rank) -> int:
     """Return the number of steps that the rank takes."""
     return STEPS - 3 if rank.differs("steps") else STEPS
+
+
+def ledger(rank: Rank) -> Ledger | None:
+    """Return the ledger of a rank whose case has one, whose sinks are places of faults."""
+    folder, sinks = rank.folder / "ledger", []
+    if rank.differs("ledger unwritable"):
+        folder = Path("/proc/ledger")
+    if rank.differs("ledger file"):
+        folder.write_text("a file")
+    if "sink" in rank.case.options:
+        sinks = [JsonLines("/dev/full") if rank.differs("sink full") else FaultySink(rank)]
+    if "tracker" in rank.case.options:
+        sinks = [FaultyTracker(rank)]
+    if sinks or "ledger" in rank.case.options:
+        return Ledger(None if sinks else folder, sinks=sinks)
+    return None
+
+
+class FaultySink(Sink):
+    """A sink whose calls are places of faults."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    def write(self, record: Any) -> None:
+        """Pass a place of faults, as `close` does."""
+        self._rank.at("sink")
+
+    def close(self) -> None:
+        """Pass a place of faults."""
+        self._rank.at("sink's end")
+
+
+class FaultyTracker(Tracker):
+    """A tracker whose logging is a place of faults."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(every=2)
+        self._rank = rank
+
+    def log(self, values: Any, step: int) -> None:
+        """Pass a place of faults."""
+        self._rank.at("tracker")
 
 
 def checkpoints(rank: Rank) -> Path:
