@@ -109,8 +109,11 @@ def _launch(part: str, ranks: int, arguments: Sequence[str]) -> None:
     placement = ["--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
     script = str(Path(sys.argv[0]).resolve())
     command = [launcher, *root, *placement, sys.executable, script, part, *arguments]
-    if subprocess.run(command, check=False).returncode:
-        raise SystemExit(f"bench_averaging.py: {part} failed; see the output above.")
+    status = subprocess.run(command, check=False).returncode
+    if status:
+        raise SystemExit(
+            f"bench_averaging.py: {part} ended with status {status}; see the output above."
+        )
 
 
 def _on_rank(chosen: Options) -> None:
