@@ -65,8 +65,8 @@ class Communicator(Collectives):
         """Have waits within graphs observed, if the engine has no timeout for them.
 
         Args:
-            began: a function that returns the time at which the present wait began, in seconds
-                since the epoch; 0 between waits.
+            began: a function that returns a number for the present wait, such as the time at which
+                it began; 0 between waits.
         """
 
     def launch(self, name: str, requests: Sequence[Request]) -> Pending:
@@ -129,9 +129,9 @@ class Pending:
         Raises:
             PayloadError: if the payload of a rank does not decode.
         """
-        began = time.perf_counter()
+        wait = timeouts.Wait()
         while not self.ready():
-            self._communicator.pause(time.perf_counter() - began)
+            self._communicator.pause(wait.seconds())
         return self._decoded()
 
     def _decoded(self) -> list[Any]:

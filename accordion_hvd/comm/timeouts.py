@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 
 from accordion_hvd import check
 
@@ -37,6 +38,23 @@ def seconds() -> float:
 def interval() -> float:
     """Return the seconds between messages of a rank that waits: a minute, or less to be in time."""
     return min(60.0, seconds() / 5)
+
+
+class Wait:
+    """The seconds of a wait, without those in which this process did not run.
+
+    Schedulers stop jobs for hours (`scontrol suspend`, `docker pause`). A stopped process sees a
+    long time between two calls of `seconds`, of which `longest` seconds count.
+    """
+
+    def __init__(self, longest: float = 1.0) -> None:
+        self._last, self._seconds, self._longest = time.monotonic(), 0.0, longest
+
+    def seconds(self) -> float:
+        now = time.monotonic()
+        self._seconds += min(now - self._last, self._longest)
+        self._last = now
+        return self._seconds
 
 
 def limit_horovod() -> None:

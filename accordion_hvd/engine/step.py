@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from accordion_hvd.comm import timeouts
 from accordion_hvd.comm.communicator import Communicator, Pending
 from accordion_hvd.comm.traffic import Traffic, size_of, traffic_of
 from accordion_hvd.core.base import Allgather, Allreduce, ExchangeGenerator, Request, State, Tensor
@@ -203,10 +204,10 @@ class Step:
         return self._judged and not self._pending and self._asked is None
 
     def finish(self) -> None:
-        began = time.perf_counter()
+        began, wait = time.perf_counter(), timeouts.Wait()
         decoding = self.seconds["decode"]
         while not self.advance():
-            self._communicator.pause(time.perf_counter() - began)
+            self._communicator.pause(wait.seconds())
         waited = time.perf_counter() - began - (self.seconds["decode"] - decoding)
         self.seconds["wait"] += waited
 

@@ -24,7 +24,7 @@ import numpy as np
 from accordion_hvd import check
 from accordion_hvd.averaging.base import periodic
 from accordion_hvd.averaging.groups import Groups, default_size
-from accordion_hvd.comm import mpi, timeouts
+from accordion_hvd.comm import ending, mpi, timeouts
 from accordion_hvd.comm.agreement import RanksDisagree
 from accordion_hvd.comm.launcher import started_by_mpi
 from accordion_hvd.engine import reduce_scatter
@@ -196,7 +196,7 @@ class WaitAvoiding:
         self._sending: list[tuple[Any, Array]] = []
         self._thread = threading.Thread(target=self._serve, name="averaging", daemon=True)
         self._thread.start()
-        atexit.register(self._leave)
+        self._handler = ending.at_exit(self._leave)
 
     # -------------------------------------------------------------------------- the training thread
     def average(self, model: Sequence[Array]) -> bool:
@@ -244,7 +244,7 @@ class WaitAvoiding:
                 this rank contributes the model that it published last.
             error: exception that ends the training early; other ranks report it.
         """
-        atexit.unregister(self._leave)
+        atexit.unregister(self._handler)
         self._resume(model)
         if self._agent.asked is not None:  # `close` was interrupted; others wait for this rank
             self._finish_asking()
@@ -487,7 +487,7 @@ class WaitAvoiding:
         for rank in round_.members:
             if rank != self.rank:
                 self._send(rank, _READY, round_.version, round_.all_ranks)
-        began = said = time.monotonic()
+        wait, said = timeouts.Wait(), time.monotonic()
         while True:
             self._listen()
             with self._changed:
@@ -503,13 +503,13 @@ class WaitAvoiding:
                 said = time.monotonic()
                 waits = f"waits for rank {_join_ranks(missing)} (version {round_.version})"
                 logger.warning("accordion_hvd: rank %d %s", self.rank, waits)
-            if time.monotonic() - began > self.timeout:
+            if wait.seconds() > self.timeout:
                 answers = self._inquire(missing)
                 with self._changed:
                     stuck = self._agent.missing(round_) and self._agent.next_round() == round_
                 if stuck:  # a live rank that waits for others is not to blame
                     self._blame(round_, [rank for rank in missing if not answers.get(rank, False)])
-                began = time.monotonic()
+                wait = timeouts.Wait()
             self._bell.wait()
         self._transferring = True
         self._add_up(round_, model, total)
@@ -521,8 +521,8 @@ class WaitAvoiding:
         self._answers.clear()
         for rank in ranks:
             self._send(rank, _ASK)
-        until = time.monotonic() + min(self.timeout, _GRACE)
-        while time.monotonic() < until and not self._answers.keys() >= set(ranks):
+        limit, wait = min(self.timeout, _GRACE), timeouts.Wait()
+        while wait.seconds() < limit and not self._answers.keys() >= set(ranks):
             self._bell.wait()
             self._listen()
         return self._answers
@@ -556,19 +556,19 @@ class WaitAvoiding:
 
     def _finish(self, round_: GroupRound, done: Callable[[], bool]) -> None:
         """Wait for data with naps, because Waitall would occupy a core that others may need."""
-        began = listened = time.monotonic()
+        wait, listened = timeouts.Wait(), time.monotonic()
         while not done():
             time.sleep(_NAP)
             now = time.monotonic()
             if now - listened > _POLL:  # another rank may ask whether this rank lives
                 self._listen()
                 listened = now
-            if now - began > self.timeout:
+            if wait.seconds() > self.timeout:
                 others = [rank for rank in round_.members if rank != self.rank]
                 answers = self._inquire(others)
                 if not done():  # ranks that answer are stuck as well, or the link is slow
                     self._blame(round_, [rank for rank in others if rank not in answers])
-                began = time.monotonic()
+                wait = timeouts.Wait()
 
     def _store(self, round_: GroupRound, label: int, model: Model, total: Model) -> None:
         if self.log is not None:
@@ -602,10 +602,10 @@ class WaitAvoiding:
 
         for rank in self._receivers:
             self._send(rank, _BYE)
-        began = time.monotonic()
+        wait = timeouts.Wait()
         while not self._goodbyes >= self._senders:
             self._listen()
-            if time.monotonic() - began > self.timeout:
+            if wait.seconds() > self.timeout:
                 self._abort(
                     f"rank {_join_ranks(sorted(self._senders - self._goodbyes))} did not end."
                 )

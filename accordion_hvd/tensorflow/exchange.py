@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from accordion_hvd.comm import timeouts
 from accordion_hvd.comm.traffic import Traffic
 from accordion_hvd.core.base import Info, State, Tensor
 from accordion_hvd.core.observer import Observer
@@ -236,7 +237,9 @@ class TensorFlowExchange(Exchange):
                     _store(*new, *stored, bad)
             with tf.control_dependencies(means):  # before the next step
                 self._clock.assign(self._now + 1)
-                self._seconds.assign_add(tf.timestamp() - began)
+                seconds = tf.timestamp() - began  # of a clock that somebody may have set
+                known = (seconds >= 0) & (seconds <= timeouts.seconds())
+                self._seconds.assign_add(tf.where(known, seconds, 0.0))
                 self._began.assign(0.0)
                 if bad is not False:
                     self._lost.assign_add(tf.cast(bad, tf.int64))

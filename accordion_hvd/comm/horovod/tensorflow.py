@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from accordion_hvd.comm import ending
 from accordion_hvd.comm.collectives import Group
 from accordion_hvd.comm.communicator import Communicator
-from accordion_hvd.comm.horovod import ending
 from accordion_hvd.comm.horovod.process_sets import Members, addable
 from accordion_hvd.core.base import Tensor
 from accordion_hvd.ops import tensorflow as xp
@@ -39,12 +38,10 @@ class HorovodCommunicator(Communicator):
         nccl = hvd.nccl_built() and tf.config.list_physical_devices("GPU")
         self.native_fp16_allreduce = True if nccl else None
         self.directly = False
-        self._began = 0.0  # time at which the present eager operation began; 0 between operations
-        self.watch(lambda: self._began)
+        ending.watch(hvd.rank())
 
     def watch(self, began: Callable[[], float]) -> None:
-        if hvd.mpi_enabled():
-            ending.watch(hvd.rank(), began)
+        ending.watch(hvd.rank(), began)
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
         options = self._options(name, group) | {"op": _OPS[op]}
@@ -96,11 +93,8 @@ class HorovodCommunicator(Communicator):
     def _call(self, key: Hashable, operation: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
         if not tf.executing_eagerly():
             return operation(*tensors)
-        self._began = time.time()
-        try:
+        with ending.waiting():
             return self._run_eagerly(key, operation, tensors)
-        finally:
-            self._began = 0.0
 
     def _run_eagerly(
         self, key: Hashable, operation: Callable[..., Any], tensors: Sequence[Tensor]

@@ -8,9 +8,10 @@ from typing import Any, TypeAlias
 import horovod.torch as hvd
 import torch
 
+from accordion_hvd.comm import ending
 from accordion_hvd.comm.collectives import Group
 from accordion_hvd.comm.communicator import Communicator, RankLost
-from accordion_hvd.comm.horovod import connections, ending, process_sets
+from accordion_hvd.comm.horovod import connections, process_sets
 from accordion_hvd.comm.horovod.process_sets import Members, addable
 from accordion_hvd.ops import torch as xp
 
@@ -33,7 +34,7 @@ class HorovodCommunicator(Communicator):
         self.scratch = {}
         ending.register()
         if hvd.mpi_enabled():
-            ending.watch(hvd.rank())
+            ending.guard_lock(hvd.rank())
 
     def pause(self, waited: float) -> None:
         """Sleep between two polls; after a timeout, let this process end without other ranks.

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from accordion_hvd import check
+from accordion_hvd.comm import ending
 from accordion_hvd.comm.horovod.tensorflow import hvd
 from accordion_hvd.tensorflow import validation
 from accordion_hvd.tensorflow.functions import broadcast_variables
@@ -208,8 +209,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
         if not names or hvd.size() == 1:
             return
         local = tf.constant([float(logs[name]) for name in names], tf.float64)
-        for name, value in zip(names, hvd.allreduce(local, op=hvd.Average).numpy(), strict=True):
-            logs[name] = float(value)
+        with ending.waiting():
+            means = hvd.allreduce(local, op=hvd.Average).numpy()
+        logs.update(zip(names, map(float, means), strict=True))
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
