@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import launch
@@ -81,11 +82,43 @@ def test_a_stalled_rank_ends_the_others(launcher: str, how: str) -> None:
 
 @pytest.mark.launch
 @pytest.mark.timeout(180)
-def test_a_stalled_rank_ends_a_keras_training_over_mpi() -> None:
-    launch.need("mpirun")
-    script = [sys.executable, str(launch.RANKS / "stalled_keras.py")]
-    report = launch.Report(launch.command_for("mpirun", 3, script), 3)
+def test_collectives_in_another_order_end() -> None:
+    """A rank runs a collective of its own; the script has made the process groups.
+
+    PyTorch's limit for them is half an hour.
+    """
+    launch.need("torchrun")
+    script = [sys.executable, str(launch.RANKS / "stalled.py"), "alone"]
+    report = launch.Report(launch.command_for("torchrun", 3, script), 3)
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         launch._run(report, folder, 130, {timeouts.VARIABLE: str(TIMEOUT)})
-    assert report.status and report.seconds < 3 * TIMEOUT + 30, report.output
+        told = [json.loads(file.read_text()) for file in Path(folder).glob("told*")]
+    assert report.status and report.seconds < TIMEOUT + 40, report.output
+    assert {row["rank"] for row in told} >= {0, 2}
+    for row in told:
+        assert row["seconds"] < TIMEOUT + 10
+        assert "rank 1 has come to operation" in row["error"]
+        assert "the last was 'accordion." in row["error"]
+
+
+@pytest.mark.launch
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("launcher", "how"),
+    [
+        ("gloo", "sleep"),
+        pytest.param("gloo", "metric", marks=pytest.mark.nightly),
+        pytest.param("mpirun", "stop", marks=pytest.mark.nightly),
+        pytest.param("mpirun", "metric", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_stalled_rank_ends_a_keras_training(launcher: str, how: str) -> None:
+    launch.need(launcher)
+    script = [sys.executable, str(launch.RANKS / "stalled_keras.py"), how]
+    report = launch.Report(launch.command_for(launcher, 3, script), 3)
+    with tempfile.TemporaryDirectory(prefix="ranks") as folder:
+        launch._run(report, folder, 130, {timeouts.VARIABLE: str(TIMEOUT)})
+        (stalled,) = (json.loads(file.read_text()) for file in Path(folder).glob("told*"))
+    ended = time.monotonic() - stalled["time"]
+    assert report.status and ended < TIMEOUT + 20, report.output
     assert "a rank does not answer, and this process ends" in report.output

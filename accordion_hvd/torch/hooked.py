@@ -17,6 +17,7 @@ from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.comm.local import LocalCommunicator
 from accordion_hvd.comm.torch_distributed.communicator import TorchCommunicator
+from accordion_hvd.comm.torch_distributed.start import watch_ranks
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.policies import Policy
@@ -51,6 +52,7 @@ class HookedReducer(Reducer):
     def connect(self) -> Communicator:
         if self.process_set.size() == 1:
             return LocalCommunicator(xp)
+        watch_ranks()
         return TorchCommunicator(self.process_set)
 
     def finish(self) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ pytest.importorskip("torch")
 ROOT = Path(__file__).resolve().parents[2]
 
 DYING = """
-import os, torch, accordion_hvd.torch as hvd
+import os, sys, torch, accordion_hvd.torch as hvd
 from accordion_hvd import TopK
 hvd.init()
 net = torch.nn.Sequential(*[torch.nn.Linear(200, 200) for _ in range(4)])
@@ -26,8 +28,8 @@ hvd.broadcast_parameters(net.state_dict(), 0)
 optimizer = hvd.DistributedOptimizer(
     torch.optim.SGD(net.parameters(), 0.1), net.named_parameters(), TopK(0.1))
 for step in range(1000):
-    if step == 5 and hvd.rank() == 1:
-        os._exit(9)
+    if step == 5 and hvd.rank() == RANK:
+        HOW
     optimizer.zero_grad()
     net(torch.randn(8, 200)).square().mean().backward()
     optimizer.step()
@@ -57,19 +59,98 @@ def start(program: str, ranks: int) -> list[subprocess.Popen[str]]:
     ]  # fmt: skip
 
 
-def test_a_rank_that_dies_is_noticed_by_all() -> None:
-    processes = start(DYING, 3)
+@pytest.mark.parametrize(
+    ("how", "rank", "says"),
+    [
+        ("os._exit(9)", 1, "rank 1 has ended"),
+        ("sys.exit(0)", 1, "rank 1 has left"),
+        ("raise ValueError('intended')", 1, "rank 1 has failed (ValueError: intended)"),
+        ("os._exit(9)", 0, "rank 0, which keeps the ranks' store, does not answer"),
+    ],
+)
+def test_a_rank_that_ends_is_named_by_all(how: str, rank: int, says: str) -> None:
+    processes = start(DYING.replace("HOW", how).replace("RANK", str(rank)), 3)
     try:
-        processes[1].wait(120)
+        processes[rank].wait(120)
         died = time.monotonic()
-        for rank in (0, 2):
-            _, text = processes[rank].communicate(timeout=30)
-            assert f"rank {rank} of 3 failed: a rank has ended" in text
+        for other in {0, 1, 2} - {rank}:
+            _, text = processes[other].communicate(timeout=30)
+            assert f"rank {other} of 3 failed: a rank has ended" in text and says in text
         assert time.monotonic() - died < 30
     finally:
         for process in processes:
             process.kill()
             process.wait()
+
+
+FORKING = """
+import os, sys, torch, accordion_hvd.torch as hvd
+hvd.init()
+parameter = torch.nn.Parameter(torch.zeros(200))
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD([parameter], 0.1), [("w", parameter)], "topk:0.1", ledger=FOLDER)
+for step in range(6):
+    if step == 3:
+        child = os.fork()
+        if not child:
+            sys.exit(5)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print("child", status, os.listdir(FOLDER), file=sys.stderr)
+    optimizer.zero_grad()
+    parameter.sum().backward()
+    optimizer.step()
+print("goes on", file=sys.stderr)
+"""
+
+
+def test_a_forked_child_may_leave(tmp_path: Path) -> None:
+    """It neither ends the ranks' connections nor writes the receipt, nor waits for threads."""
+    processes = start(FORKING.replace("FOLDER", repr(str(tmp_path))), 2)
+    try:
+        for process in processes:
+            _, text = process.communicate(timeout=60)
+            assert process.returncode == 0 and "goes on" in text
+            assert "child 5" in text and "receipt" not in text
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert (tmp_path / "receipt.html").exists()
+
+
+def test_errors_of_signal_handlers_are_no_lost_ranks() -> None:
+    """PyTorch's data loader has such a handler: it raises if a worker has been killed."""
+    from accordion_hvd.comm.torch_distributed.communicator import (
+        ConnectionLost,
+        Handle,
+        TorchCommunicator,
+    )
+
+    class Work:
+        def __init__(self, wait: Callable[[], None]) -> None:
+            self._wait = wait
+
+        def wait(self, *limit: object) -> None:
+            self._wait()
+
+    def handler(*arguments: object) -> None:
+        raise RuntimeError("a worker is killed")
+
+    def fail() -> None:
+        raise RuntimeError("a connection is closed")
+
+    communicator = TorchCommunicator.__new__(TorchCommunicator)
+    communicator.rank, communicator.size = 0, 2
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(RuntimeError, match="a worker is killed") as raised:
+            work = Work(lambda: os.kill(os.getpid(), signal.SIGUSR1))
+            communicator.wait(Handle([work], list, "x"))
+        assert not isinstance(raised.value, ConnectionLost)
+        with pytest.raises(ConnectionLost, match="'x' of rank 0 of 2 failed: .*is closed"):
+            communicator.wait(Handle([Work(fail)], list, "x"))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.nightly

@@ -1,6 +1,7 @@
 """A training in which rank 1 stalls; other ranks write after how many seconds they failed.
 
-Run by tests/test_timeouts.py. Arguments: "sleep" (rank 1 sleeps) or "stop" (its process stops).
+Run by tests/test_timeouts.py. Argument: what rank 1 does. "sleep": it sleeps; "stop": its process
+stops; "alone": it runs a collective of its own, over process groups that the script has made.
 """
 
 import os
@@ -13,6 +14,9 @@ import torch
 
 import accordion_hvd.torch as hvd
 
+how = sys.argv[1]
+if how == "alone":
+    torch.distributed.init_process_group("gloo")  # with PyTorch's limit, half an hour
 hvd.init()
 parameter = torch.nn.Parameter(torch.zeros(40, 50))
 optimizer = hvd.DistributedOptimizer(
@@ -24,8 +28,10 @@ for step in range(6):
     if step == 3:
         began = time.monotonic()
         if hvd.rank() == 1:
-            if sys.argv[1] == "stop":
+            if how == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            if how == "alone":
+                torch.distributed.all_reduce(torch.ones(3))
             time.sleep(600)
     try:
         parameter.sum().backward()

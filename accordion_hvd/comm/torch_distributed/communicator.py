@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
+from accordion_hvd.comm import timeouts
 from accordion_hvd.comm.collectives import Group
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.comm.torch_distributed.process_sets import Members
@@ -30,6 +34,7 @@ class ConnectionLost(RuntimeError):
 class Handle:
     works: list[Any]
     result: Callable[[], Any]
+    name: str
 
 
 class TorchCommunicator(Communicator):
@@ -41,12 +46,15 @@ class TorchCommunicator(Communicator):
 
     engine = "torch"
     ordered = True
+    _limits: tuple[timedelta, ...] = ()
 
     def __init__(self, process_set: Any = None) -> None:
         self.members = Members(process_set)
         self.rank, self.size, self.xp = self.members.rank, self.members.size, xp
         self._averages = dist.get_backend(self.members.group(None)) == "nccl"
         self.native_fp16_allreduce = True if self._averages else None
+        # The script may have chosen a longer limit; NCCL's waits with one would block the host.
+        self._limits = () if self._averages else (timedelta(seconds=timeouts.seconds()),)
         self.scratch = {}
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
@@ -133,21 +141,25 @@ class TorchCommunicator(Communicator):
 
     def wait(self, handle: Any) -> Any:
         """Wait for the operations, with ConnectionLost if one fails; return their result."""
-        watch.count += 1
+        watch.count, watch.name = watch.count + 1, repr(handle.name)
         watch.began = time.monotonic()
         try:
             for work in handle.works:
-                work.wait()
+                work.wait(*self._limits)
         except RuntimeError as error:
-            raise self._lost("a collective", error) from error
+            if _is_of_a_signal(error):
+                raise
+            raise self._lost(repr(handle.name), error) from error
         finally:
             watch.began = None
         return handle.result()
 
     def _start(self, name: str, calls: Sequence[Callable[[], Any]], result: Any) -> Handle:
         try:
-            return Handle([call() for call in calls], result)
+            return Handle([call() for call in calls], result, name)
         except RuntimeError as error:
+            if _is_of_a_signal(error):
+                raise
             raise self._lost(repr(name), error) from error
 
     def _lost(self, name: str, error: RuntimeError) -> ConnectionLost:
@@ -155,6 +167,16 @@ class TorchCommunicator(Communicator):
             f"{name} of rank {self.rank} of {self.size} failed: a rank has ended, cannot be "
             f"reached, or runs other collectives ({watch.missing()}; {str(error).splitlines()[0]})"
         )
+
+
+def _is_of_a_signal(error: BaseException) -> bool:
+    """Return whether a Python function that handles a signal has raised this error.
+
+    PyTorch's data loader, for example, has one that raises if a worker has been killed.
+    """
+    handlers = (signal.getsignal(number) for number in signal.valid_signals())
+    codes = {getattr(handler, "__code__", None) for handler in handlers}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _divided(x: Tensor, divisor: int) -> Tensor:

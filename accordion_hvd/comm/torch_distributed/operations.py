@@ -114,7 +114,7 @@ def grouped_allreduce_async_(
                 tensor.copy_(total)
         return list(tensors)
 
-    return _start(communicator, Handle(works, lambda: None), finish)
+    return _start(communicator, Handle(works, lambda: None, "allreduce"), finish)
 
 
 def grouped_allreduce_async(
@@ -213,7 +213,7 @@ def broadcast_async_(
         with torch.no_grad():
             return tensor.copy_(value.view(tensor.dtype).view(tensor.shape))
 
-    return _start(communicator, Handle(works, lambda: None), finish)
+    return _start(communicator, Handle(works, lambda: None, "broadcast"), finish)
 
 
 def broadcast_async(

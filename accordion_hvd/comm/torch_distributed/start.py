@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
+import contextlib
+import ctypes
 import datetime
 import functools
 import itertools
@@ -15,8 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # imported later, its default arguments keep the process group alive
 
-from accordion_hvd.comm import timeouts
-from accordion_hvd.comm.torch_distributed.watch import watch
+from accordion_hvd.comm import ending, timeouts
+from accordion_hvd.comm.torch_distributed.communicator import ConnectionLost
+from accordion_hvd.comm.torch_distributed.watch import LOST, watch
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables from which torch.distributed learns the ranks."""
@@ -43,6 +45,7 @@ def backend() -> str:
 def start_alone_or_launched() -> bool:
     """Initialize torch.distributed if nobody has done so; return whether this call did."""
     if dist.is_initialized():
+        watch_ranks()
         return False
     if launched():
         limit = timeout()
@@ -52,11 +55,22 @@ def start_alone_or_launched() -> bool:
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"accordion.{restarts}.{size}.{next(_starts)}", store)
         dist.init_process_group(backend(), store=store, rank=rank, world_size=size, timeout=limit)
-        watch.start(store, rank, size)
+        own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own process
+        watch.start(store, rank, size, keeper=None if own else 0)
         _end_with_process()
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return True
+
+
+def watch_ranks() -> None:
+    """Watch the ranks that the script has connected, if they have a store for it."""
+    if watch.on or dist.get_world_size() == 1:
+        return
+    with contextlib.suppress(RuntimeError):  # there is no store, or it cannot be cloned
+        store = dist.distributed_c10d._get_default_store()
+        watch.start(store, dist.get_rank(), dist.get_world_size())
+        _end_with_process(False)
 
 
 def start_under(hvd: Any) -> None:
@@ -83,7 +97,7 @@ def start_under(hvd: Any) -> None:
     address = hvd.broadcast_object((_host(), port), name="accordion.store")
     store = store or dist.TCPStore(*address, is_master=False, timeout=limit)
     dist.init_process_group(backend(), store=store, rank=rank, world_size=size, timeout=limit)
-    watch.start(store, rank, size)
+    watch.start(store, rank, size, keeper=0)
     _end_with_process()
 
 
@@ -95,13 +109,39 @@ def end() -> None:
 
 
 @functools.cache
-def _end_with_process() -> None:
-    """End torch.distributed before Python ends.
+def _end_with_process(ours: bool = True) -> None:
+    """End torch.distributed before Python ends, if it is `ours`; tell how this rank ends.
 
     A thread of PyTorch that needs Python's lock after that aborts the process. After an error there
     is no orderly end, because other ranks may never join this rank's last operations.
     """
-    atexit.register(lambda: None if hasattr(sys, "last_value") else end())
+    ending.at_exit(functools.partial(_leave, ours))
+    os.register_at_fork(after_in_child=_let_child_end)
+
+
+def _let_child_end() -> None:
+    """Keep what a forked child must not destroy: destructors wait for threads that it lacks."""
+    if dist.is_initialized():
+        world = dist.group.WORLD
+        kept = [world, dist.distributed_c10d._get_default_store()]
+        with contextlib.suppress(RuntimeError):  # there is no backend for CPUs
+            kept.append(world._get_backend(torch.device("cpu")))
+        for thing in kept:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def _leave(ours: bool) -> None:
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, ConnectionLost):
+        watch.end(LOST)
+        ending.leave()  # an operation may still wait
+    elif error is not None:
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        watch.end(f"has failed ({why[:200]})")
+    elif ours:
+        end()
+    else:
+        watch.end()
 
 
 def _host() -> str:
