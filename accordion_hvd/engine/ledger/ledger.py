@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import math
 import os
@@ -17,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from accordion_hvd import check
-from accordion_hvd.comm import tcp
+from accordion_hvd.comm import ending, tcp
 from accordion_hvd.core.base import Compressor
 from accordion_hvd.engine.ledger import files
 from accordion_hvd.engine.ledger.job import Job
@@ -122,20 +121,38 @@ class Ledger:
         self._parts = dict.fromkeys(PARTS, 0.0)  # of the present step
         self._saved = -math.inf
         self._earlier = 0.0  # bytes that this process had sent over TCP before the first step
+        self._writes = True  # whether the folder could be written so far
         self._exchange: Callable[[], Any] = lambda: None
 
     # --------------------------------------------------------------------------- the exchange
     def attach(self, exchange: Any) -> None:
         """Begin to record the steps of `exchange`, which may replace an earlier exchange."""
-        if not self.job.begun and self.enabled and (self.folder is not None or self.sinks):
-            atexit.register(self._end)
-        if not self.job.begun and self.folder is not None:
-            self.job.number = files.next_number(self.folder)
-        if not self.job.begun and self.enabled:
-            self._earlier = _sent_over_tcp()
+        begins = not self.job.begun
         self.job.join(exchange)
+        if begins and self.enabled:
+            self._earlier = _sent_over_tcp()
+            if self.folder is not None or self.sinks:
+                ending.at_exit(self._end)
+            if self.folder is not None:
+                self._writes = self._spare("the ledger", self._try_out, self.folder)
         self._exchange = weakref.ref(exchange)
         self._ended = time.perf_counter()
+
+    def _try_out(self, folder: Path) -> None:
+        """Find out before the first step that the folder cannot be written."""
+        self.job.number = files.next_number(folder)
+        if not self.job.rank:
+            files.write(folder / f"try.{os.getpid()}", "").unlink()
+
+    def _spare(self, what: str, call: Callable[..., Any], *arguments: Any) -> bool:
+        """Call what only watches; if it fails, warn, and return False: the training goes on."""
+        try:
+            call(*arguments)
+        except Exception as error:
+            text = f"{what} failed ({type(error).__name__}: {error})"
+            logger.warning("accordion_hvd: %s; the training goes on without it.", text)
+            return False
+        return True
 
     def moved(self, exchange: Any) -> None:
         """Record that the exchange connects other ranks now."""
@@ -217,8 +234,11 @@ class Ledger:
         record = {"step": exchange.steps, "steps": steps, "at": now, **row, "groups": groups}
         self.recent.append(record)
         if exchange.communicator.rank == 0:
-            for sink in self.sinks:
-                sink.write(record)
+            self.sinks = tuple(
+                sink
+                for sink in self.sinks
+                if self._spare(f"the sink {type(sink).__name__}", sink.write, record)
+            )
 
     # -------------------------------------------------------------------------- between steps
     def event(self, kind: str, step: int, **facts: Any) -> None:
@@ -253,10 +273,13 @@ class Ledger:
         if not self.enabled:
             return
         self.tables = thinned([*self.tables, (step, table.tolist())], TABLES)
-        if self.folder is None or self.job.rank or time.monotonic() - self._saved < SAVE:
-            return
-        self._saved = time.monotonic()
-        files.save(self.folder, self.job.number, self.as_dict())
+        due = time.monotonic() - self._saved >= SAVE
+        if self.folder is not None and self._writes and due and not self.job.rank:
+            self._saved = time.monotonic()
+            self._writes = self._spare("the ledger", self._save, self.folder)
+
+    def _save(self, folder: Path) -> None:
+        files.save(folder, self.job.number, self.as_dict())
 
     # ----------------------------------------------------------------------------- the result
     def as_dict(self) -> dict[str, Any]:
@@ -265,10 +288,7 @@ class Ledger:
         Raises:
             RuntimeError: if no step has been recorded.
         """
-        exchange = self._exchange()
-        if exchange is not None:
-            exchange.account()
-        if not self.series.rows:
+        if not self._has_steps():
             raise RuntimeError("Ledger: no step has been recorded.")
         return {
             "format": files.FORMAT,
@@ -282,6 +302,13 @@ class Ledger:
             "gate": self.job.verdict(),
             "link": None if self.link is None else asdict(self.link),
         }
+
+    def _has_steps(self) -> bool:
+        """Return whether steps have been recorded, those of graphs included."""
+        exchange = self._exchange()
+        if exchange is not None:
+            exchange.account()
+        return bool(self.series.rows)
 
     def write(self, folder: str | os.PathLike[str] | None = None) -> Path | None:
         """Write `ledger.json` and `receipt.html`; return the path of the receipt.
@@ -308,16 +335,12 @@ class Ledger:
     def _end(self) -> None:
         """Write the receipt and close the sinks at the end of the process."""
         for sink in self.sinks:
-            sink.close()
-        if self.folder is None:
-            return
-        try:
-            path = self.write()
-        except RuntimeError:
-            return  # there was no step
-        except OSError as error:
-            logger.warning("accordion_hvd: the receipt could not be written: %s", error)
-            return
+            self._spare(f"the sink {type(sink).__name__}", sink.close)
+        if self.folder is not None and self._writes and self._has_steps():
+            self._spare("the receipt", self._end_folder)
+
+    def _end_folder(self) -> None:
+        path = self.write()
         if path is not None:
             logger.info("accordion_hvd: receipt of the communication: %s", path)
 

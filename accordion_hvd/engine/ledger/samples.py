@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,6 +12,8 @@ from accordion_hvd.comm.local import LocalCommunicator
 from accordion_hvd.comm.traffic import Traffic
 from accordion_hvd.core.base import Compressor, Info, State, Tensor
 from accordion_hvd.engine.ledger.series import thinned
+
+logger = logging.getLogger(__name__)
 
 EARLY, EVERY, OFTEN = (1, 2, 10, 30), 100, 3200
 """Steps that are measured, besides every `EVERY`-th one of the first `OFTEN` steps."""
@@ -50,7 +53,7 @@ class Samples:
                     "needs neither weights nor a privacy budget, as PowerSGD(1)."
                 )
         self.shadows = tuple(shadows)
-        self.measuring = False
+        self.measuring = self._failed = False
         self.rows: dict[str, list[list[float]]] = {}
         self.shadow_rows = {repr(shadow): [0.0] * 4 for shadow in shadows}
         self._states: dict[tuple[str, str], State] = {}
@@ -61,15 +64,24 @@ class Samples:
         """Begin a step of an exchange, and decide whether to measure it."""
         step = exchange.steps + 1
         interval = EVERY << (step // OFTEN).bit_length()  # doubles as often as the steps double
-        self.measuring = step in EARLY or step % interval == 0
+        self.measuring = not self._failed and (step in EARLY or step % interval == 0)
         self._open.clear()
 
     def before(self, exchange: Any, batch_state: Any, grad: Tensor) -> None:
         """Measure a bucket batch before its exchange; `grad` is only read.
 
         Nothing is measured in graphs, and nothing of a private method, because it would reveal
-        information about gradients.
+        information about gradients. If a shadow fails, nothing is measured any more.
         """
+        try:
+            self._measure(exchange, batch_state, grad)
+        except Exception as error:
+            self.measuring, self._failed = False, True
+            self._open.clear()
+            text = f"{type(error).__name__}: {error}"
+            logger.warning("accordion_hvd: errors are not measured any more (%s).", text)
+
+    def _measure(self, exchange: Any, batch_state: Any, grad: Tensor) -> None:
         xp = exchange.xp
         if batch_state.entries[0].compressor.private or xp.symbolic(grad):
             return

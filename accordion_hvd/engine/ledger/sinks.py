@@ -42,6 +42,7 @@ class _FileSink(Sink):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "w")
         self._file.write(text)
+        self._file.flush()  # so that a forked child has nothing left to write
 
     def close(self) -> None:
         if self._file is not None and not self._file.closed:

@@ -6,6 +6,7 @@ import json
 import math
 import socket
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from accordion_hvd.comm import tcp
 from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.ledger import Ledger, Sink, as_ledger, files
+from accordion_hvd.engine.ledger.ledger import SHARED
 from accordion_hvd.engine.ledger.samples import Samples
 from accordion_hvd.engine.ledger.series import PARTS, Series, thinned
 from accordion_hvd.resolve import as_policy
@@ -310,6 +312,97 @@ def test_sinks_of_rank_0_get_each_step():
     train(world(Dense(), [Ledger(sinks=[sink]) for sink in sinks]), 5)
     assert [record["step"] for record in sinks[0].records] == [1, 2, 3, 4, 5]
     assert not sinks[1].records
+
+
+class Broken(Sink):
+    """A sink that fails from its second record on, or when it is closed."""
+
+    def __init__(self, write: bool, close: bool) -> None:
+        self.fails, self.records, self.closed = {"write": write, "close": close}, 0, 0
+
+    def write(self, record: Any) -> None:
+        self.records += 1
+        if self.records > 1 and self.fails["write"]:
+            raise ValueError("a broken sink")
+
+    def close(self) -> None:
+        self.closed += 1
+        if self.fails["close"]:
+            raise ValueError("a broken end")
+
+
+def test_a_sink_that_fails_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    broken, whole = Broken(True, False), Collected()
+    ledger = Ledger(sinks=[broken, whole])
+    train(world(Dense(), [ledger, Ledger()]), 5)
+    assert broken.records == 2 and len(whole.records) == 5
+    (said,) = caplog.messages
+    assert said.startswith("accordion_hvd: the sink Broken failed (ValueError: a broken sink);")
+
+
+@pytest.mark.parametrize("place", ["folder", "file", "missing"])
+def test_a_folder_that_cannot_be_written_does_not_end_the_training(
+    place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that writes warns once, before the first step; the ledger stays in memory."""
+    folder: Path = {"folder": Path("/proc/x"), "file": tmp_path / "x", "missing": Path("x")}[place]
+    if place == "file":
+        folder.write_text("a file")
+    if place == "missing":
+        gone = tmp_path / "gone"
+        gone.mkdir()
+        monkeypatch.chdir(gone)
+        gone.rmdir()
+    ledgers = [Ledger(folder), Ledger(folder)]
+    exchanges = world(Dense(), ledgers)
+    (said,) = [x for x in caplog.messages if "the ledger" in x][:1]
+    assert "the training goes on" in said
+    caplog.clear()
+    train(exchanges, 3)
+    ledgers[0].share(3, np.zeros((2, len(SHARED))))
+    ledgers[0]._end()
+    assert not caplog.messages and len(ledgers[0].recent) == 3
+
+
+def test_a_disk_that_gets_full_ends_the_recording(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger = Ledger(tmp_path / "x")
+    exchanges = world(Dense(), [ledger, Ledger()])
+    assert not list((tmp_path / "x").iterdir())
+    (tmp_path / "x" / "ledger.json.part").symlink_to("/dev/full")
+    train(exchanges, 3)
+    for _ in range(2):
+        ledger.share(3, np.zeros((2, len(SHARED))))
+    ledger._end()
+    (said,) = caplog.messages
+    assert "the ledger failed (OSError: [Errno 28] No space left on device)" in said
+
+
+def test_a_receipt_that_fails_is_told_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(tmp_path, sinks=[Broken(False, True)])
+    train(world(Dense(), [ledger, Ledger()]), 3)
+    monkeypatch.setattr(files, "page", lambda found: {}["page"])
+    ledger._end()
+    assert [x.partition(";")[0] for x in caplog.messages] == [
+        "accordion_hvd: the sink Broken failed (ValueError: a broken end)",
+        "accordion_hvd: the receipt failed (KeyError: 'page')",
+    ]
+
+
+class Fails(TopK):
+    def exchange(self, *arguments: Any) -> Any:
+        raise ValueError("a broken shadow")
+
+
+def test_a_shadow_that_fails_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    ledger = Ledger(shadow=Fails(0.1))
+    means = train(world(TopK(0.1), [ledger, Ledger()]), 12)
+    assert len(means) == 12 and not ledger.samples.measuring
+    (said,) = caplog.messages
+    assert said.endswith("errors are not measured any more (ValueError: a broken shadow).")
 
 
 # ------------------------------------------------------------------------------------ connections
