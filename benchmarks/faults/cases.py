@@ -48,9 +48,10 @@ class Case:
         step: first step at which the fault may happen, from 0.
         rank: rank that meets the fault.
         ranks: number of ranks.
-        options: variants of the training: "scaler", "join", "ledger" (written to the folder),
-            "sink" (a sink of the ledger), "tracker", "metric" (an average of metrics at the end of
-            the epoch), "others late" (the other ranks sleep in the step of the fault).
+        options: variants of the training: "scaler", "join", "ddp", "fsdp", "optimizer"
+            (OnebitAdam), "ledger" (written to the folder), "sink" (a sink of the ledger),
+            "tracker", "metric" (an average of metrics at the end of the epoch), "others late" (the
+            other ranks sleep in the step of the fault).
         resumed_on: number of ranks of a second launch that loads the checkpoint; 0: none.
         environment: further environment variables.
     """
@@ -146,6 +147,16 @@ SECTIONS: dict[str, tuple[Case, ...]] = {
              launchers=ONE, keras=(GLOO,)),
         Case("busy-average", "the same in an average, LocalSGD", "average", "busy",
              method="local", launchers=(GLOO,)),
+        Case("busy-local", "the same in forward, LocalSGD", "forward", "busy", method="local",
+             launchers=(TORCH,), keras=(GLOO, MPI)),
+        Case("busy-groups", "the same in an average, WAGMA", "average", "busy", method="wagma",
+             ranks=4, launchers=(MPI,)),
+        Case("busy-optimizer", "the same in forward, OnebitAdam", "forward", "busy",
+             options=("optimizer",), step=2, launchers=ONE),
+        Case("busy-ddp", "the same in forward, DistributedDataParallel", "forward", "busy",
+             options=("ddp",), step=2, launchers=(TORCH,)),
+        Case("busy-fsdp", "the same in forward, FSDP2", "forward", "busy", options=("fsdp",),
+             step=2, launchers=(TORCH,)),
         Case("busy-decision", "the same on rank 0 in a decision", "decision", "busy", rank=0,
              method="accordion", step=5, launchers=ONE),
         Case("busy-checkpoint", "the same in a checkpoint", "checkpoint", "busy", step=8,
@@ -153,13 +164,16 @@ SECTIONS: dict[str, tuple[Case, ...]] = {
         Case("fewer-metric", "one batch fewer before an average of metrics", "settings",
              "steps", options=("metric",), launchers=(), keras=(GLOO, MPI)),
         Case("collective", "a collective of the script that other ranks do not run", "step",
-             "collective", says="rank 1 has come to operation .*'accordion", launchers=(TORCH,)),
+             "collective", says="rank 1 has (ended|come to operation .*'accordion)",
+             launchers=(TORCH,)),
         Case("collective-horovod", "a collective of the script that other ranks do not run",
              "step", "collective", launchers=(GLOO, MPI)),
     ),
     "Pauses and clocks": (
         Case("pause", f"all processes stop for {PAUSE:g} s", "exchange", "pause", GOES_ON,
-             keras=(GLOO, MPI)),
+             launchers=(GLOO, MPI), keras=(GLOO, MPI)),
+        Case("pause-torch", f"all processes stop for {PAUSE:g} s", "exchange", "pause",
+             says="ConnectionLost", launchers=(TORCH,)),
         Case("pause-average", f"all processes stop for {PAUSE:g} s, LocalSGD", "average",
              "pause", GOES_ON, method="local", launchers=(GLOO,)),
         Case("pause-groups", f"all processes stop for {PAUSE:g} s, WAGMA", "average", "pause",
@@ -188,7 +202,7 @@ SECTIONS: dict[str, tuple[Case, ...]] = {
         Case("tracker", "exception in an experiment tracker", "tracker", "raise", GOES_ON,
              rank=0, options=("tracker",), launchers=(TORCH,)),
         Case("fork", "a forked child leaves: sys.exit(0)", "step", "fork", GOES_ON,
-             options=("ledger",), rank=0, launchers=(GLOO, MPI, TORCH)),
+             options=("ledger",), rank=0, launchers=(MPI, TORCH)),
     ),
     "Names": (
         Case("named-kill", "SIGKILL, 4 ranks", "exchange", "kill", ranks=4,

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import accordion_hvd
 import accordion_hvd.torch as hvd
+from accordion_hvd import ddp, fsdp
 from accordion_hvd.torch import engines
 from benchmarks.faults import training
 from benchmarks.faults.cases import SAVED
@@ -27,20 +30,32 @@ def main(rank: Rank) -> None:
     rate = 0.5 if rank.differs("rate") else 0.1
     scaler = torch.amp.GradScaler("cpu", 1024.0) if "scaler" in rank.case.options else None
     averages = rank.case.method in ("local", "wagma")
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), rate),
-        model.named_parameters(),
-        training.method(rank),
-        grad_scaler=None if averages else scaler,
-        ledger=training.ledger(rank),
-    )
-    hvd.broadcast_parameters(model.state_dict(), 0)
+    optimizer: Any = torch.optim.SGD(model.parameters(), rate)
+    if "ddp" in rank.case.options:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+        ddp.register(model, training.method(rank), optimizer=optimizer)
+    elif "fsdp" in rank.case.options:
+        mesh = init_device_mesh("cpu", (rank.case.ranks, 1), mesh_dim_names=("between", "within"))
+        fully_shard(model, mesh=mesh["within"])
+        optimizer = torch.optim.SGD(model.parameters(), rate)
+        fsdp.between(model, mesh["between"], training.method(rank), optimizer=optimizer)
+    elif "optimizer" in rank.case.options:
+        optimizer = hvd.OnebitAdam(model.parameters(), lr=rate)
+    else:
+        optimizer = hvd.DistributedOptimizer(
+            optimizer,
+            model.named_parameters(),
+            training.method(rank),
+            grad_scaler=None if averages else scaler,
+            ledger=training.ledger(rank),
+        )
+        hvd.broadcast_parameters(model.state_dict(), 0)
     if rank.differs("weights"):
         torch.nn.init.normal_(model[0].weight)
     if rank.resumed:
         resume(rank, model, optimizer)
     train(rank, model, optimizer, scaler, training.steps(rank))
-    if not averages:
+    if not averages and hasattr(optimizer, "exchange"):
         rank.skipped = optimizer.exchange.skipped
     if "join" in rank.case.options:
         hvd.join()
@@ -77,7 +92,8 @@ def train(rank: Rank, model: Any, optimizer: Any, scaler: Any, steps: int) -> No
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
-        rank.stepped([parameter.detach().numpy() for parameter in model.parameters()])
+        local = [getattr(x, "to_local", lambda x=x: x)() for x in model.parameters()]
+        rank.stepped([x.detach().numpy() for x in local])
         if rank.step in SAVED:
             save(rank, model, optimizer)
 

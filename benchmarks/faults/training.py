@@ -49,7 +49,8 @@ def steps(rank: Rank) -> int:
 
 def ledger(rank: Rank) -> Ledger | None:
     """Return the ledger of a rank whose case has one, whose sinks are places of faults."""
-    folder, sinks = rank.folder / "ledger", []
+    folder = rank.folder / "ledger"
+    sinks: list[Sink] = []
     if rank.differs("ledger unwritable"):
         folder = Path("/proc/ledger")
     if rank.differs("ledger file"):
