@@ -93,6 +93,7 @@ class Case:
 
 
 ONE = (GLOO, TORCH)  # one launcher per engine
+PATIENT = (("HOROVOD_GLOO_TIMEOUT_SECONDS", "600"),)  # longer than a pause; the default is 30
 PAYLOAD = "PayloadError: the payload of rank 1 does not decode|not decode; sent by ranks. .1."
 
 # fmt: off
@@ -171,11 +172,11 @@ SECTIONS: dict[str, tuple[Case, ...]] = {
     ),
     "Pauses and clocks": (
         Case("pause", f"all processes stop for {PAUSE:g} s", "exchange", "pause", GOES_ON,
-             launchers=(GLOO, MPI), keras=(GLOO, MPI)),
+             launchers=(GLOO, MPI), keras=(GLOO, MPI), environment=PATIENT),
         Case("pause-torch", f"all processes stop for {PAUSE:g} s", "exchange", "pause",
              says="ConnectionLost", launchers=(TORCH,)),
         Case("pause-average", f"all processes stop for {PAUSE:g} s, LocalSGD", "average",
-             "pause", GOES_ON, method="local", launchers=(GLOO,)),
+             "pause", GOES_ON, method="local", launchers=(GLOO,), environment=PATIENT),
         Case("pause-groups", f"all processes stop for {PAUSE:g} s, WAGMA", "average", "pause",
              GOES_ON, method="wagma", ranks=4, launchers=(MPI,)),
         Case("clock-ahead", "the clock jumps an hour ahead in an exchange", "exchange", "clock",
