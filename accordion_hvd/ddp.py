@@ -238,13 +238,14 @@ class BucketReducer(HookedReducer):
         Raises:
             ValueError: if a gradient is sparse.
         """
-        future: Future = torch.futures.Future()
+        buffer = bucket.buffer()  # a future of a GPU's tensor remembers the GPU's streams
+        future: Future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
         if self.idle:
-            future.set_result(bucket.buffer())
+            future.set_result(buffer)
             return future
-        if bucket.buffer().is_sparse:
+        if buffer.is_sparse:
             raise ValueError(f"{OWNER}: a gradient is sparse, but must be dense; set sparse=False.")
-        self._futures.append((future, bucket.buffer()))
+        self._futures.append((future, buffer))
         parameters = bucket.parameters()
         self._views |= dict(zip(parameters, bucket.gradients(), strict=True))
         for parameter in parameters:
@@ -296,7 +297,9 @@ class BucketReducer(HookedReducer):
     def _put(
         self, parameters: list[torch.Tensor], means: list[torch.Tensor], exclusive: bool
     ) -> None:
-        torch._foreach_copy_([self._views[parameter] for parameter in parameters], means)
+        pairs = [(self._views[p], mean) for p, mean in zip(parameters, means, strict=True)]
+        if moved := [(view, mean) for view, mean in pairs if not view.is_set_to(mean)]:
+            torch._foreach_copy_(*map(list, zip(*moved, strict=True)))  # others are in place
 
 
 def _count(reducer: weakref.ref[BucketReducer], parameter: torch.Tensor) -> None:

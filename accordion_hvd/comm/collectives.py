@@ -20,12 +20,13 @@ class Collectives(abc.ABC):
         engine: name of the engine, "horovod" or "torch".
         native_fp16_allreduce: whether the engine should add fp16, as NCCL does well. None until
             `fp16_reduction.choose_reduction` decides; the engine does not add fp16 until then.
+        native_bf16_allreduce: whether the engine adds bf16.
         hosts: ranks of each host; () until `hosts.discover_hosts` has found them.
         extensible: whether `register` can add groups that the engine does not know.
         ordered: whether the engine matches the operations of all ranks by their order instead of
             their names. Ranks must then start all operations in the same order.
-        scratch: scratch memory that is reused in the next step, by name; None if memory cannot be
-            reused.
+        scratch: scratch memory on the CPU that is reused in the next step, by name; None if memory
+            cannot be reused.
     """
 
     rank: int
@@ -33,6 +34,7 @@ class Collectives(abc.ABC):
     xp: ModuleType
     engine: str = "horovod"
     native_fp16_allreduce: bool | None = None
+    native_bf16_allreduce: bool = False
     hosts: Hosts = ()
     extensible: bool = True
     ordered: bool = False

@@ -58,8 +58,11 @@ def key(communicator: Collectives, request: Request) -> tuple[Any, ...]:
         if group is not None and len(group) == 1:
             return "single", group
         dtype = request.wire or communicator.xp.dtype(request.tensor)
-        half = dtype in ("float16", "bfloat16") and request.op == "mean"
-        if half and not (communicator.native_fp16_allreduce and dtype == "float16"):
+        native = {
+            "float16": communicator.native_fp16_allreduce,
+            "bfloat16": communicator.native_bf16_allreduce,
+        }
+        if request.op == "mean" and not native.get(dtype, True):
             return "half", dtype, group
         if request.wire:
             return "wire", dtype, group
@@ -366,11 +369,11 @@ def _elements(xp: ModuleType, tensor: Tensor) -> int:
 def _to_wire(
     communicator: Collectives, name: str, requests: Sequence[Allreduce], wire: str, length: int
 ) -> Tensor:
-    """Return the bytes of all tensors in dtype `wire`, in memory that the next step reuses."""
+    """Return the bytes of all tensors in dtype `wire`; on CPUs, the next step reuses the memory."""
     scratch, tensors = communicator.scratch, [request.tensor for request in requests]
     flat = communicator.xp.to_wire(tensors, wire, length, scratch.get(name) if scratch else None)
-    if scratch is not None:
-        scratch[name] = flat
+    if scratch is not None and str(communicator.xp.device(flat)) == "cpu":
+        scratch[name] = flat  # on accelerators, new memory costs nothing, and kept memory does
     return flat
 
 

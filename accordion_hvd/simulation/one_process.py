@@ -252,16 +252,21 @@ class World:
         for tensor in known:
             if gradients[tensor.name] is None:
                 continue
-            shape, dtype = self._kind(gradients[tensor.name])
-            if (shape, dtype) != (tensor.shape, tensor.dtype):
-                given, first = f"{dtype} {shape}", f"{tensor.dtype} {tensor.shape}"
+            kind = self._kind(gradients[tensor.name])
+            if kind != (tensor.shape, tensor.dtype, tensor.kind):
+                given, first = (
+                    f"{dtype} {shape}{device and ' on '}{device}"
+                    for shape, dtype, device in (kind, (tensor.shape, tensor.dtype, tensor.kind))
+                )
                 check.refuse(
                     self, f"gradient of {tensor.name}", given, f"{first}, as in the first step"
                 )
 
-    def _kind(self, gradient: Tensor) -> tuple[tuple[int, ...], str]:
+    def _kind(self, gradient: Tensor) -> tuple[tuple[int, ...], str, str]:
+        """Return the shape, the dtype and the device of a gradient ("": there is none)."""
         spec = namespace(gradient).spec(gradient)
-        return spec.shape[1 if per_sample(self._policies[0]) else 0 :], spec.dtype
+        shape = spec.shape[1 if per_sample(self._policies[0]) else 0 :]
+        return shape, spec.dtype, "" if spec.device is None else str(spec.device)
 
     def _decide(self, lr: float) -> None:
         if all([e.decisions.due(e.rates(lr)) for e in self.exchanges]):

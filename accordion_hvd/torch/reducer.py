@@ -345,7 +345,8 @@ class Reducer(GradientAverager[Exchange]):
         return gains
 
     def _rates(self) -> dict[str, float]:
-        rate = {p: float(group["lr"]) for group in self.groups() for p in group["params"]}
+        read = [(float(group["lr"]), group["params"]) for group in self.groups()]  # once a group
+        rate = {parameter: lr for lr, parameters in read for parameter in parameters}
         usual = 0.0 if self.lr is None else float(self.lr())
         for_all = self.settings is not None or self.policy.observers.any("decides_ahead")
         entries = [s for s in self.exchange.bucket_states if s.bucket.compress or for_all]

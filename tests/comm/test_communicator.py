@@ -347,3 +347,22 @@ def test_layouts_of_torch_do_not_matter() -> None:
             for rank in range(2):
                 np.testing.assert_array_equal(mine[3 * i + 1][rank], shown[rank][i])
             np.testing.assert_array_equal(mine[3 * i + 2], shown[0][i])
+
+
+@pytest.mark.skipif(not installed(TORCH), reason="torch not installed")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("native", [True, False])
+def test_engines_that_add_16_bits_do_so(
+    dtype: str, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One reduction, as of any other dtype, instead of an alltoall and an allgather."""
+    name = {"float16": "native_fp16_allreduce", "bfloat16": "native_bf16_allreduce"}[dtype]
+    monkeypatch.setattr(SimulatedCommunicator, name, native)
+    x = TORCH.xp.cast(TORCH.tensor(values(0, (300,))), dtype)
+    for wire in (None, dtype):
+        sent = TORCH.xp.cast(x, "float32") if wire else x
+        results, calls = exchange(TORCH, 2, lambda rank, x=sent, w=wire: [Allreduce(x, wire=w)])
+        assert calls == (1 if native else 2)
+        wanted = TORCH.array(TORCH.xp.cast(x, "float32"))
+        for (mean,) in results:
+            np.testing.assert_allclose(np.asarray(mean, np.float32), wanted, rtol=2**-7)

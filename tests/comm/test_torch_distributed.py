@@ -234,3 +234,27 @@ def test_ranks_of_other_launchers_need_horovod() -> None:
         env=environment(HOROVOD_RANK="0"), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert "Horovod is not installed" in done.stderr
+
+
+def test_means_that_are_in_place_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that reduce in place leave the means in DDP's bucket."""
+    import torch
+
+    from accordion_hvd import ddp
+
+    reducer = ddp.BucketReducer.__new__(ddp.BucketReducer)
+    parameters = [torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(3)]
+    bucket = torch.arange(18.0)
+    reducer._views = dict(zip(parameters, bucket.view(3, 2, 3), strict=True))
+    copied: list[int] = []
+    copy = torch._foreach_copy_
+
+    def counted(into: list[torch.Tensor], means: list[torch.Tensor]) -> None:
+        copied.append(len(into))
+        copy(into, means)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counted)
+    in_place = [bucket[6 * i : 6 * i + 6].view(2, 3) for i in range(3)]
+    reducer._put(parameters, in_place, True)
+    reducer._put(parameters, [in_place[0], torch.full((2, 3), -1.0), in_place[2]], True)
+    assert copied == [1] and bucket.tolist() == [*range(6), *[-1] * 6, *range(12, 18)]

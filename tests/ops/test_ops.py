@@ -13,7 +13,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from frameworks import NUMPY, POISONED, TENSORFLOW, TORCH, Framework, parameters, same_bits
+from frameworks import (
+    NUMPY,
+    POISONED,
+    TENSORFLOW,
+    TORCH,
+    Framework,
+    installed,
+    parameters,
+    same_bits,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -409,8 +418,35 @@ def test_orthogonal_rows(framework: Framework) -> None:
     for p in (full, dependent, X[:1], np.zeros((3, 8), np.float32), full * 1e-15, full * 1e15):
         p = p.astype(np.float32)
         q = framework.array(framework.xp.orthogonalize(framework.tensor(p)))
-        np.testing.assert_allclose(q @ q.T, np.eye(len(p)), atol=1e-5)
-        np.testing.assert_allclose(p @ q.T @ q, p, atol=1e-4 * max(np.abs(p).max(), 1e-30))
+        assert_spans(q, p)
+
+
+def assert_spans(q: np.ndarray, p: np.ndarray) -> None:
+    np.testing.assert_allclose(q @ q.T, np.eye(len(p)), atol=1e-5)
+    np.testing.assert_allclose(p @ q.T @ q, p, atol=1e-4 * max(np.abs(p).max(), 1e-30))
+
+
+@pytest.mark.skipif(not installed(TORCH), reason="torch not installed")
+@pytest.mark.parametrize("rows", [1, 2, 4, 16])
+def test_orthogonal_rows_on_accelerators(rows: int) -> None:
+    """Stacks give what QR gives; dependent and vanishing rows are completed."""
+    import torch
+
+    from accordion_hvd.ops import torch as ops
+
+    call = ops._normalize if rows == 1 else ops._orthogonalize_by_gram
+    stack = RNG.standard_normal((5, rows, 300)).astype(np.float32)
+    stack[1, -1] = 0
+    stack[2] *= 1e-15
+    stack[3] *= 1e15
+    stack[4, rows // 2 :] = stack[4, : rows - rows // 2] * 2  # dependent
+    found = call(torch.from_numpy(stack)).numpy()
+    for basis, p in zip(found, stack, strict=True):
+        assert_spans(basis, p)
+    for i in {0, 2, 3}:  # independent rows have one result
+        np.testing.assert_allclose(found[i], NUMPY.xp.orthogonalize(stack[i]), atol=1e-5)
+    kinds = torch.zeros((5, rows, 300), device="meta")
+    assert ops.orthogonalize(kinds).shape == kinds.shape  # no host read
 
 
 @pytest.mark.parametrize("framework", ALL)

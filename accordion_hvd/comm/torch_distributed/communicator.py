@@ -46,15 +46,16 @@ class TorchCommunicator(Communicator):
 
     engine = "torch"
     ordered = True
-    _limits: tuple[timedelta, ...] = ()
+    _limit: timedelta | None = None
+    _nccl = False
 
     def __init__(self, process_set: Any = None) -> None:
         self.members = Members(process_set)
         self.rank, self.size, self.xp = self.members.rank, self.members.size, xp
-        self._averages = dist.get_backend(self.members.group(None)) == "nccl"
-        self.native_fp16_allreduce = True if self._averages else None
-        # The script may have chosen a longer limit; NCCL's waits with one would block the host.
-        self._limits = () if self._averages else (timedelta(seconds=timeouts.seconds()),)
+        self._nccl = "nccl" in dist.get_backend(self.members.group(None))  # perhaps for GPUs only
+        self.native_bf16_allreduce = self._nccl
+        self.native_fp16_allreduce = True if self._nccl else None
+        self._limit = timedelta(seconds=timeouts.seconds())
         self.scratch = {}
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
@@ -66,10 +67,11 @@ class TorchCommunicator(Communicator):
         within, divisor = self.members.group(group), self.ranks(group)
         shapes = [x.shape for x in tensors]
         sent = [x.contiguous() for x in tensors]
-        if len(sent) > 1 and not self._averages:
+        averages = self._nccl and sent[0].is_cuda
+        if len(sent) > 1 and not averages:
             sent = [torch.cat([x.view(-1) for x in sent])]
-        kind = dist.ReduceOp.AVG if op == "mean" and self._averages else _OPS[op]
-        divides = op == "mean" and not self._averages
+        kind = dist.ReduceOp.AVG if op == "mean" and averages else _OPS[op]
+        divides = op == "mean" and not averages
 
         def result() -> list[Tensor]:
             totals = [_divided(x, divisor) for x in sent] if divides else sent
@@ -145,7 +147,7 @@ class TorchCommunicator(Communicator):
         watch.began = time.monotonic()
         try:
             for work in handle.works:
-                work.wait(*self._limits)
+                self._wait_for(work)
         except RuntimeError as error:
             if _is_of_a_signal(error):
                 raise
@@ -153,6 +155,16 @@ class TorchCommunicator(Communicator):
         finally:
             watch.began = None
         return handle.result()
+
+    def _wait_for(self, work: Any) -> None:
+        """Wait for an operation, no longer than the timeout: the script may have set another one.
+
+        A wait for NCCL with a limit would block the host.
+        """
+        if self._limit is None or self._nccl:
+            work.wait()
+        else:
+            work.wait(self._limit)
 
     def _start(self, name: str, calls: Sequence[Callable[[], Any]], result: Any) -> Handle:
         try:

@@ -28,7 +28,7 @@ class QuorumCommunicator(TorchCommunicator):
     def __init__(self, process_group: Any, device: Any = None) -> None:
         self.members = _Everyone(process_group)  # type: ignore[assignment]
         self.rank, self.size, self.xp = 0, process_group.size(), xp
-        self._averages, self.scratch = False, {}
+        self.scratch = {}
         # Some of torchft's process groups do not know their rank: find it by a random number.
         own = secrets.randbits(62)
         rows = self.run("accordion.quorum", gather(self, torch.tensor([own], device=device)))
