@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from launch import RANKS, command_for, need
@@ -258,3 +259,28 @@ def test_means_that_are_in_place_are_not_copied(monkeypatch: pytest.MonkeyPatch)
     reducer._put(parameters, in_place, True)
     reducer._put(parameters, [in_place[0], torch.full((2, 3), -1.0), in_place[2]], True)
     assert copied == [1] and bucket.tolist() == [*range(6), *[-1] * 6, *range(12, 18)]
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_futures_know_the_devices_of_their_buckets(
+    gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise PyTorch does not wait for the streams of a GPU that fill the bucket."""
+    import torch
+
+    from accordion_hvd import ddp
+
+    made: list[object] = []
+
+    class Future:
+        def __init__(self, *, devices: object) -> None:
+            made.append(devices)
+
+        def set_result(self, value: object) -> None:
+            pass
+
+    monkeypatch.setattr(torch.futures, "Future", Future)
+    monkeypatch.setattr(ddp.BucketReducer, "idle", True)
+    buffer = SimpleNamespace(is_cuda=gpu, device="cuda:0" if gpu else "cpu")
+    ddp.BucketReducer.__new__(ddp.BucketReducer).average(SimpleNamespace(buffer=lambda: buffer))
+    assert made == [["cuda:0"] if gpu else None]

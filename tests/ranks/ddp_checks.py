@@ -94,6 +94,31 @@ def assert_same(model: Any) -> None:
     assert all(torch.equal(row, every[0]) for row in every), "ranks differ"
 
 
+class Rate(float):
+    """A learning rate that counts how often it is read; each read of a GPU's tensor is a wait."""
+
+    reads = 0
+
+    def __float__(self) -> float:
+        Rate.reads += 1
+        return super().__float__()
+
+
+def check_learning_rates_are_read_once_a_group() -> None:
+    layers = [torch.nn.Linear(10, 10) for _ in range(10)]
+    model = DDP(torch.nn.Sequential(*layers))
+    groups = [{"params": layers[0].parameters()}, {"params": list(model.parameters())[2:]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    ddp.register(model, TopK(0.1), optimizer=optimizer, guard="off")
+    for group in optimizer.param_groups:
+        group["lr"] = Rate(0.1)
+    for _ in range(3):
+        Rate.reads = 0
+        model(torch.ones(4, 10)).sum().backward()
+        assert Rate.reads == 2, Rate.reads
+        optimizer.step()
+
+
 def check_no_compression_equals_ddp() -> None:
     for options in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
         theirs, _ = wrapped(network(), **options)
