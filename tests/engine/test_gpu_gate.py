@@ -1,0 +1,199 @@
+"""A gate for GPUs that needs none: what a whole step makes the host wait for, at each door.
+
+`gpu_gate.csv` lists the waits that are left. A row may only get shorter: a step with more waits
+than its row fails, and so does a row with more waits than its step.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from card import DEVICE, Card, Mirror, Watch  # noqa: E402
+
+import accordion_hvd.torch as hvd  # noqa: E402
+from accordion_hvd import parse  # noqa: E402
+from accordion_hvd.comm.torch_distributed.process_sets import of_group  # noqa: E402
+from accordion_hvd.ddp import BucketReducer  # noqa: E402
+from accordion_hvd.engine.guard import Guard  # noqa: E402
+from accordion_hvd.engine.ledger import as_ledger  # noqa: E402
+from accordion_hvd.fsdp import ShardReducer  # noqa: E402
+from accordion_hvd.resolve import as_policy  # noqa: E402
+from accordion_hvd.torch import engines, hooked  # noqa: E402
+
+TABLE = Path(__file__).with_name("gpu_gate.csv")
+SPECS = (
+    "dense", "fp16", "bf16", "topk:0.01", "randomk:0.01", "threshold:0.02", "adacomp:50",
+    "scalecom:0.01", "dgc:0.01", "stc:0.01", "powersgd:1", "powersgd:4", "powersgd:4,alternate",
+    "qsgd:4", "terngrad", "natural", "int8", "signsgd", "efsignsgd", "onebit", "sketchedsgd",
+    "Accordion(low=PowerSGD(4), high=PowerSGD(1))",
+)  # fmt: skip
+LAYERS, WIDTH, RANKS = 4, 264, 4  # a matrix is larger than those that a CPU stacks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    """Four ranks, of which this process is the first, without an engine."""
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engines, "TorchCommunicator", Mirror)
+        patch.setattr(hooked, "TorchCommunicator", Mirror)
+        patch.setattr(hooked, "watch_ranks", lambda: None)
+        dist.init_process_group("fake", rank=0, world_size=RANKS, store=fake.FakeStore())
+        hvd.init()
+        yield
+        hvd.shutdown()
+        dist.destroy_process_group()
+
+
+def parameters(layers: int) -> list[tuple[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(WIDTH, WIDTH), (WIDTH,)] * layers
+    values = [torch.randn(shape, generator=generator) * 0.01 for shape in shapes]
+    return [(f"x{i}", torch.nn.Parameter(Card(x))) for i, x in enumerate(values)]
+
+
+def through_optimizer(named: Any, compression: Any) -> tuple[Callable[[], None], Any]:
+    inner = torch.optim.SGD([p for _, p in named], 0.1)
+    optimizer = hvd.DistributedOptimizer(inner, named, compression, guard="off", ledger=False)
+
+    def step() -> None:
+        loss_of(named).backward()
+        optimizer.step()
+
+    return step, optimizer._averager
+
+
+def through_ddp(named: Any, compression: Any) -> tuple[Callable[[], None], Any]:
+    """DDP's buckets in the order of the backward pass; DDP itself does not take cards."""
+    reducer = made(BucketReducer, named, compression)
+    reducer.finds_unused = False
+    buffer = Card(torch.zeros(sum(p.numel() for _, p in named)))
+    views = buffer.split([p.numel() for _, p in named])
+
+    def step() -> None:
+        loss_of(named).backward()
+        gradients = [v.view(p.shape) for v, (_, p) in zip(views, named, strict=True)]
+        with reducer.communicator.watch.recording(False):
+            for view, (_, p) in zip(gradients, named, strict=True):
+                view.copy_(p.grad)
+        whole = SimpleNamespace(
+            buffer=lambda: buffer, parameters=lambda: [p for _, p in named],
+            gradients=lambda: gradients, is_last=lambda: True,
+        )  # fmt: skip
+        reducer.average(whole)
+
+    return step, reducer
+
+
+def through_fsdp(named: Any, compression: Any) -> tuple[Callable[[], None], Any]:
+    reducer = made(ShardReducer, named, compression)
+    return lambda: loss_of(named).backward(), reducer
+
+
+def made(kind: Any, named: Any, compression: Any) -> Any:
+    optimizer = torch.optim.SGD([p for _, p in named], 0.1)
+    reducer = kind(
+        named, as_policy(compression), of_group(None), lambda: optimizer,
+        ledger=as_ledger(False), guard=Guard("off"),
+    )  # fmt: skip
+    reducer.own = frozenset(id(p) for _, p in named)
+    return reducer
+
+
+def loss_of(named: Any) -> Any:
+    return sum((p * p).sum() for _, p in named)
+
+
+DOORS = {"optimizer": through_optimizer, "ddp": through_ddp, "fsdp": through_fsdp}
+
+
+@contextmanager
+def trained(door: str, compression: Any, layers: int = LAYERS) -> Iterator[Watch]:
+    """Take steps through a door; yield the record of the last one."""
+    watch = Mirror.watch = Watch()
+    with watch:
+        named = parameters(layers)
+        step, owner = DOORS[door](named, compression)
+        for number in range(3):
+            for _, p in named:
+                p.grad = None
+            if number:
+                owner.communicator.rank = number % RANKS  # ScaleCom's leader
+            with watch.recording(number == 2):
+                step()
+        yield watch
+    if hasattr(owner, "close"):
+        owner.close()
+
+
+@functools.cache
+def table() -> dict[tuple[str, str], dict[str, int]]:
+    """Return (door, spec) -> line of the package -> number of waits."""
+    found: dict[tuple[str, str], dict[str, int]] = {}
+    with open(TABLE, newline="") as file:
+        for row in csv.DictReader(file):
+            found.setdefault((row["door"], row["spec"]), {})[row["where"]] = int(row["waits"])
+    return found
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("door", DOORS)
+def test_a_step_waits_for_no_more_than_is_listed(door: str, spec: str) -> None:
+    with trained(door, parse(spec)) as watch:
+        waits = Counter(f"{place} {kind} {name}" for kind, name, place in watch.waits)
+    if "GPU_GATE" in os.environ:  # a file, which gets the rows of this run
+        with open(os.environ["GPU_GATE"], "a", newline="") as file:
+            csv.writer(file).writerows([door, spec, x, n] for x, n in sorted(waits.items()))
+        return
+    assert dict(waits) == table().get((door, spec), {}), "the list only shrinks: see GPU_GATE"
+
+
+PLANTED = {
+    "an element is read": ("read", lambda x: float(x[0, 0])),
+    "a tensor is copied to the host": ("read", lambda x: x.cpu()),
+    "a condition is read": ("read", lambda x: bool((x > 0).any())),
+    "the host must know how many": ("read", lambda x: x[x > 0]),
+    "positions are read": ("read", lambda x: x.nonzero()),
+    "tensors are compared": ("read", lambda x: torch.equal(x, x)),
+    "a scalar is assigned": ("copy", lambda x: x.__setitem__(torch.arange(2, device=x.device), 1)),
+    "a value becomes a tensor": ("copy", lambda x: torch.tensor(2.0, device=x.device)),
+    "a list becomes a tensor": ("copy", lambda x: x + torch.tensor([1.0] * 3, device=x.device)),
+    "a tensor of the host is copied": ("copy", lambda x: x.copy_(torch.ones(3, 3))),
+    "QR": ("slow", torch.linalg.qr),
+    "the device is waited for": ("read", lambda x: torch.cuda.synchronize()),
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_the_gate_sees_planted_waits(what: str) -> None:
+    kind, call = PLANTED[what]
+    with Watch() as watch:
+        x = torch.ones(3, 3, device=DEVICE)
+        assert isinstance(x, Card)
+        with watch.recording():
+            call(x)
+    assert [found for found, *_ in watch.waits] == [kind]
+
+
+def test_the_gate_lets_work_pass() -> None:
+    """Arithmetic, scalars as arguments, and sorting wait for nothing; results are right."""
+    with Watch() as watch:
+        x = torch.arange(6.0, device=DEVICE).view(2, 3)
+        with watch.recording():
+            y = torch.where(x > 2, x * 2 + 1, 0.0).index_fill_(1, torch.arange(1, device=DEVICE), 7)
+            values, _ = torch.topk(y.flatten(), 2)
+    assert not watch.waits and watch.operations["aten.topk.default"] == 1
+    assert y.inner.tolist() == [[7, 0, 0], [7, 9, 11]] and values.inner.tolist() == [11, 9]
