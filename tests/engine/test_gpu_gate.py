@@ -40,7 +40,7 @@ SPECS = (
     "qsgd:4", "terngrad", "natural", "int8", "signsgd", "efsignsgd", "onebit", "sketchedsgd",
     "Accordion(low=PowerSGD(4), high=PowerSGD(1))",
 )  # fmt: skip
-LAYERS, WIDTH, RANKS = 4, 264, 4  # a matrix is larger than those that a CPU stacks
+LAYERS, WIDTH, RANKS = 2, 264, 4  # a matrix is larger than those that a CPU stacks
 
 
 @pytest.fixture(scope="module", autouse=True)
