@@ -97,7 +97,7 @@ def test_no_edges_at_all() -> None:
         (lambda: partition(PATH, 2, "magic"), "method is 'magic'"),
         (lambda: Partition.of(PATH, [0, 1]), "one integer for each of 3 nodes"),
         (lambda: Partition.of(PATH, [0, 1, 2], 2), "an owner in part is 2"),
-        (lambda: SkewedSampler(PATH, [0, 0, 2**31], 0, 2), "part is 2147483648, but .* 2147483647"),
+        (lambda: SkewedSampler(PATH, [0, 0, 2**31], 0, 2), "part is 2147483648, but must be an"),
         (lambda: SkewedSampler(PATH, [0, 0, -1], 0, 2), "an owner in part is -1"),
         (lambda: Sampler(PATH), "fanout is None"),
         (lambda: Sampler(PATH, fanout=0), "fanout is 0"),
