@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
@@ -24,6 +25,12 @@ from accordion_hvd.tensorflow.variables import create
 
 Traced = tuple[list[Tensor], list[tuple[State, State, Any]], Any]
 """Means by tensor; new state, evidence and carried residual by bucket; whether the step is bad."""
+
+
+def _beginning(exchange: weakref.ref[TensorFlowExchange]) -> float:
+    """Return when the present exchange in a graph began; 0 if there is none any more."""
+    alive = exchange()
+    return 0.0 if alive is None or alive._began is None else float(alive._began.numpy())
 
 
 class TensorFlowExchange(Exchange):
@@ -126,7 +133,7 @@ class TensorFlowExchange(Exchange):
                 self._lost = create(self._skipped, tf.int64)
                 self._seconds = create(0.0, tf.float64)
                 self._began = create(0.0, tf.float64)
-                self.communicator.watch(self._began.numpy)
+                self.communicator.watch(functools.partial(_beginning, weakref.ref(self)))
             for index in range(len(self.bucket_states)):
                 self._store_in_variables(index)
             buckets = [

@@ -450,3 +450,22 @@ def test_a_level_that_was_left_keeps_no_variables() -> None:
     left = [train() for _ in range(3)]
     gc.collect()
     assert all(left) and not any(x() is not None for x in left[0] + left[1])
+
+
+@pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")
+def test_an_exchange_that_is_gone_waits_for_nobody() -> None:
+    """Its graph may have failed, and its variable still say when the exchange began."""
+    from accordion_hvd.tensorflow.exchange import TensorFlowExchange
+
+    class Watched(SimulatedCommunicator):
+        def watch(self, began: Any) -> None:
+            self.began = began
+
+    link = Watched(Hub(1), 0, TENSORFLOW.xp)
+    exchange = TensorFlowExchange(link, as_policy(Dense()), [TensorInfo("w", (4, 5), "float32")])
+    exchange.prepare_trace()
+    exchange._began.assign(7.0)
+    assert link.began() == 7.0
+    del exchange
+    gc.collect()
+    assert link.began() == 0.0

@@ -26,6 +26,7 @@ from accordion_hvd import (
     TopK,
 )
 from accordion_hvd.comm.agreement import RanksDisagree
+from accordion_hvd.comm.horovod import tensorflow as engine
 from accordion_hvd.comm.horovod.tensorflow import HorovodCommunicator
 from accordion_hvd.core.base import Allgather, Alltoall, Neighbours
 from accordion_hvd.engine.guard import ReplicasDiffer
@@ -500,6 +501,18 @@ def check_names_are_complete() -> None:
         assert set(getattr(theirs, "__all__", public)) <= set(getattr(ours, "__all__", public))
     for name in ("DistributedOptimizer", "DistributedGradientTape", "broadcast_variables"):
         assert getattr(hvd, name).__module__.startswith("accordion_hvd."), name
+
+
+def check_waits_end_with_their_graph() -> None:
+    """An exchange whose graph has failed has not told that it ended: only executed graphs wait."""
+    seen: list[bool] = []
+
+    def look() -> Any:
+        seen.append(engine._executes())
+        return np.float32(0)
+
+    tf.function(lambda: tf.numpy_function(look, [], tf.float32))()
+    assert seen == [True] and not engine._executes()
 
 
 def check_equal_names_are_numbered() -> None:
