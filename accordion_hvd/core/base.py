@@ -222,6 +222,8 @@ class Compressor(NotForStockHorovod):
         per_sample: whether a rank passes the gradients of any number of contributors, stacked
             along a new first dimension.
         budget: the `PrivacyBudget` that its exchanges are charged to; None for no budget.
+        skips: whether a mean of zeros would change the weights, so that the means of a skipped
+            exchange are NaN even if all gradients are finite (`Exchange.lost`).
     """
 
     target: ClassVar[str] = "gradient"
@@ -239,6 +241,7 @@ class Compressor(NotForStockHorovod):
     private: ClassVar[bool] = False
     per_sample: ClassVar[bool] = False
     budget: Any = None
+    skips: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

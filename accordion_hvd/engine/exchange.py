@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +29,9 @@ from accordion_hvd.policies.gating import Gating
 
 logger = logging.getLogger(__name__)
 
+IN_A_ROW = 10
+"""Skipped steps in succession after which finite gradients, too, are no accident."""
+
 
 class Exchange:
     """Averages gradients over the ranks, bucket by bucket, under a policy.
@@ -45,7 +49,12 @@ class Exchange:
 
     Attributes:
         steps: number of exchanges so far, skipped ones included.
-        skipped: number of exchanges that were skipped because a gradient was not finite.
+        skipped: number of exchanges that were skipped because a gradient was not finite, or its
+            norm was `ops.spec.LARGEST` or more.
+        lost: each element of the means of a skipped exchange. It is 0 if all gradients were finite,
+            so that a single huge one, which clipping would tame, costs a step and not the training;
+            else, and from step `IN_A_ROW` in succession on, it is NaN, so that a loss scaler lowers
+            its scale.
         device: device of the first bucket.
         replicas: function that returns the weights by the tensors' names, for evidence that depends
             on the weights.
@@ -81,6 +90,8 @@ class Exchange:
         self.xp = communicator.xp
         self.skip = tuple(skip)
         self.steps = self.skipped = 0
+        self.lost: Any = math.nan  # symbolic in a graph
+        self.in_a_row: Any = 0  # skipped steps; symbolic in a graph
         self._skipped_here = 0  # skipped steps of this process
         self.device: Any = None
         self.replicas: Callable[[], Mapping[str, Tensor]] = _no_replicas
@@ -238,8 +249,8 @@ class Exchange:
         """Wait until the step's exchanges have ended, and close the step.
 
         Returns:
-            False if the step was skipped because a gradient of some rank was not finite. `results`
-            is then empty, and callers return NaN as means.
+            False if the step was skipped because a gradient of some rank was not finite or too
+            large. `results` is then empty, and callers return `lost` as means.
         """
         assert self.running is not None
         self.running.finish()
@@ -250,6 +261,8 @@ class Exchange:
         step, began = self.running, time.perf_counter()
         assert step is not None
         self.results, self.absent = {}, {}
+        if step.bad is not False:
+            self.lost = self._lost(step)
         for index, batch_state in enumerate(self.bucket_batches.memory):
             if step.bad is True:
                 batch_state.take_back()
@@ -268,8 +281,16 @@ class Exchange:
             self.skipped += 1
             self.ledger.event("skipped", self.steps - 1)
             self._report_skipped(1)
+        if step.bad is True or step.bad is False:
+            self.in_a_row = self.in_a_row + 1 if step.bad else 0
         self.running = None
         return step.bad is not True
+
+    def _lost(self, step: Step) -> Any:
+        """Return what `lost` is if `step` is skipped; symbolic in a graph."""
+        if any(entry.compressor.skips for entry in self.bucket_states):
+            return math.nan
+        return self.xp.where(step.broken | (self.in_a_row >= IN_A_ROW), math.nan, 0.0)
 
     def _store(
         self, batch_state: BatchState, mean: Tensor, state: State, bad: Any, absent: list[Any]
@@ -277,7 +298,7 @@ class Exchange:
         """Store state and evidence of a bucket batch; return the mean. Flags may be symbolic."""
         xp, old = self.xp, batch_state.state
         if bad is not False:
-            mean = xp.nans_if(bad, mean)
+            mean = xp.filled_if(bad, self.lost, mean)
             state = {key: xp.where(bad, old[key], value) for key, value in state.items()}
         batch_state.keep(state, absent)
         self.evidence.after(batch_state, mean, bad)
@@ -296,8 +317,8 @@ class Exchange:
         if before.bit_length() < self._skipped_here.bit_length() and self.communicator.rank == 0:
             logger.warning(
                 "accordion_hvd: a gradient of some rank was not finite, or its norm was above "
-                "1e15, in %d of %d steps so far; "
-                "the exchanges of these steps were skipped.",
+                "1e15, in %d of %d steps so far; the exchanges of these steps were skipped, and "
+                "their means are NaN, or zeros where all gradients were finite.",
                 self.skipped, self.steps,
             )  # fmt: skip
 

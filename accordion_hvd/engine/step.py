@@ -101,7 +101,8 @@ class Step:
         sizes: Sequence[int],
     ) -> None:
         self.traffic = Traffic()
-        self.bad: Any = False  # whether a gradient of any rank is not finite; symbolic in a graph
+        self.bad: Any = False  # whether a gradient of any rank is too large; symbolic in a graph
+        self.broken: Any = False  # whether one is not finite
         self.seconds = {"encode": 0.0, "wait": 0.0, "decode": 0.0}
         self.costs = [GroupCost() for _ in groups]
         self._communicator, self._xp = communicator, communicator.xp
@@ -154,7 +155,7 @@ class Step:
             self._present[index] = present
         if self._guarded and not detects_nonfinite:
             bad = self._xp.too_large(grad)
-            grad = self._xp.zero_if_nonfinite(grad, bad)
+            grad = self._xp.zero_if_bad(grad, bad)
             self._flags[group].append(bad)
         exchange = self._exchanges[index] = BatchExchange(opening, grad)
         if self._guarded and detects_nonfinite:
@@ -288,11 +289,12 @@ class Step:
         """Continue all generators, or undo the step if a flag is set; equal on all ranks."""
         if self._guarded:
             flags = self._xp.concat(self._bad)
-            self.bad = self._xp.is_nonfinite(flags)
-            if self.bad is True and self._xp.to_numpy(flags).max() < 2 * LACKS:
+            self.bad = self._xp.exceeds(flags, 0.0)
+            if self.bad is True and not self._xp.exceeds(flags, 2 * LACKS):
                 self.bad = False
                 self._ask()
                 return
+            self.broken = self.bad is not False and self._xp.exceeds(flags, 2.0)
         if self.bad is True:
             self.take_back()
             return

@@ -14,7 +14,7 @@ import numpy as np
 from accordion_hvd import check
 from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret, selection
 from accordion_hvd.ops.journal import consume
-from accordion_hvd.ops.spec import LARGEST, Spec
+from accordion_hvd.ops.spec import BROKEN, LARGEST, Spec
 
 Array = np.ndarray
 
@@ -240,9 +240,9 @@ def project(
 ) -> tuple[Array, Array]:
     """Return total = error - p^T q + grad, (n, m), and its projection. Consumes `error`.
 
-    The operation takes one pass over memory where the framework allows. If `grad` is not finite,
-    neither is the projection, and the total is meaningless. All arguments may have a leading batch
-    dimension.
+    The operation takes one pass over memory where the framework allows. If the norm of `grad` is
+    `spec.LARGEST` or more, the projection is infinite; if `grad` is not finite, it is NaN. The
+    total is then meaningless. All arguments may have a leading batch dimension.
 
     Args:
         error: (n, m).
@@ -252,8 +252,8 @@ def project(
         basis: (r, m); (r, n) if `left`.
         left: whether the projection is basis total, (r, m), instead of basis total^T, (r, n).
     """
-    if too_large(grad)[0]:
-        return error, np.full_like(q if left else p, np.nan)
+    if bad := too_large(grad)[0]:
+        return error, np.full_like(q if left else p, np.inf if bad < BROKEN else np.nan)
     total = accumulate(subtract(error, transpose(p) @ q), grad)
     return total, basis @ (total if left else transpose(total))
 
@@ -446,49 +446,54 @@ def inner_products(a: Array, b: Array) -> Array:
 
 
 def nonfinite(x: Array) -> Array:
-    """Return one fp32 element: 0 if all elements of `x` are finite, else 1.
+    """Return the flag of a projection as one fp32 element: 0, `spec.BROKEN` if it has NaN, else 1.
 
     The sum of all elements takes one pass and no copy. A finite sum has finite terms; only if the
     sum overflows are the elements examined one by one.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         finite = np.isfinite(np.sum(x, dtype=np.result_type(x, np.float32)))
-    return np.array([not (finite or np.isfinite(x).all())], np.float32)
+    if finite or np.isfinite(x).all():
+        return np.zeros(1, np.float32)
+    return np.array([BROKEN if np.isnan(x).any() else 1], np.float32)
 
 
 def too_large(x: Array) -> Array:
-    """Return one fp32 element: 0 if the norm of `x` is less than `spec.LARGEST`, else 1.
+    """Return one fp32 element: 0 if the norm of `x` is less than `spec.LARGEST`, else 1 or more.
 
-    The sum of the squares takes one pass; it is infinite or NaN if an element is.
+    It is 1 if all elements are finite, else `spec.BROKEN`. The sum of the squares takes one pass;
+    it is infinite or NaN if an element is. Accelerators bound the norm by the largest element.
     """
     flat = x.reshape(-1).astype(np.result_type(x, np.float32), copy=False)
     with np.errstate(over="ignore", invalid="ignore"):
-        return np.array([not np.dot(flat, flat) < LARGEST**2], np.float32)
+        if np.dot(flat, flat) < LARGEST**2:
+            return np.zeros(1, np.float32)
+    return np.array([1 if np.isfinite(x).all() else BROKEN], np.float32)
 
 
-def zero_if_nonfinite(x: Array, bad: Array) -> Array:
-    """Return `x`, or zeros if `bad` (from `nonfinite`) marks it as non-finite."""
+def zero_if_bad(x: Array, bad: Array) -> Array:
+    """Return `x`, or zeros if its flag `bad` (from `too_large`) is not 0."""
     return np.zeros_like(x) if bad[0] else x
 
 
-def where(bad: Any, first: Array, second: Array) -> Array:
-    """Return `first` if `bad` (from `is_nonfinite`) is true, else `second`."""
-    return first if bad else second
+def where(condition: Any, first: Array, second: Array) -> Array:
+    """Return `first` if `condition` (from `exceeds`) is true, else `second`."""
+    return first if condition else second
 
 
-def is_nonfinite(flags: Array) -> Any:
-    """Return whether any flag is nonzero: a bool, or a symbolic scalar in a graph."""
-    return bool((flags != 0).any())
+def exceeds(flags: Array, limit: float) -> Any:
+    """Return whether any flag exceeds `limit`: a bool, or a symbolic scalar in a graph."""
+    return bool((flags > limit).any())
 
 
-def nans_if(bad: Any, x: Array) -> Array:
-    """Return NaN in the shape of `x` if `bad` (from `is_nonfinite`) is true, else `x`."""
-    return nans_like(x) if bad else x
+def filled_if(condition: Any, value: Any, x: Array) -> Array:
+    """Return `value` in the shape of `x` if `condition` (from `exceeds`) is true, else `x`."""
+    return filled(x, value) if condition else x
 
 
-def nans_like(x: Array) -> Array:
-    """Return a tensor of NaN with the shape and dtype of `x`."""
-    return np.full_like(x, np.nan)
+def filled(x: Array, value: Any) -> Array:
+    """Return a tensor with the shape and dtype of `x` and `value` as each element."""
+    return np.full_like(x, value)
 
 
 def to_wire(parts: Sequence[Array], wire: str, count: int, into: Array | None = None) -> Array:

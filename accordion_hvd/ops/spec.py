@@ -18,7 +18,10 @@ ITEMSIZE |= {f"{sign}int{bits}": bits // 8 for bits in (8, 16, 32, 64) for sign 
 
 
 LARGEST = 1e15
-"""Norm from which on a gradient counts as not finite: products of states would overflow in fp32."""
+"""Norm from which on a gradient is not exchanged: products of states would overflow in fp32."""
+
+BROKEN = 2.0**60
+"""Flag of a gradient that is not finite; more than the sum of the flags, 1, of large ones."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import tensorflow as tf
 from accordion_hvd import check
 from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret
 from accordion_hvd.ops import numpy as oracle
-from accordion_hvd.ops.spec import LARGEST, Spec, Tensor
+from accordion_hvd.ops.spec import BROKEN, LARGEST, Spec, Tensor
 
 
 def _compiled(function: Callable[..., Any], eagerly: bool = True) -> Callable[..., Any]:
@@ -259,7 +259,8 @@ def _project(
 ) -> tuple[Tensor, Tensor]:
     total = accumulate(error - tf.matmul(p, q, transpose_a=True), grad)
     projected = tf.matmul(basis, total, transpose_b=not left)
-    return total, tf.where(too_large(grad) == 0, projected, np.nan)
+    bad = too_large(grad)
+    return total, tf.where(bad == 0, projected, tf.where(bad > 1, np.nan, np.inf))
 
 
 def expand(p: Tensor, q: Tensor, like: Tensor) -> Tensor:
@@ -503,47 +504,53 @@ def inner_products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def nonfinite(x: Tensor) -> Tensor:
-    """Return one fp32 element: 0 if all elements of `x` are finite, else 1."""
+    """Return the flag of a projection; see `accordion_hvd.ops.numpy`."""
     wide = tf.float64 if x.dtype == tf.float64 else tf.float32
-    finite = tf.cond(
-        tf.math.is_finite(tf.reduce_sum(tf.cast(x, wide))),
-        lambda: tf.constant(True),
-        lambda: tf.reduce_all(tf.math.is_finite(x)),
-    )
-    return tf.reshape(tf.cast(tf.logical_not(finite), tf.float32), (1,))
+
+    def one_by_one() -> Tensor:
+        broken = tf.where(tf.reduce_any(tf.math.is_nan(x)), BROKEN, 1.0)
+        return tf.where(tf.reduce_all(tf.math.is_finite(x)), 0.0, broken)
+
+    finite = tf.math.is_finite(tf.reduce_sum(tf.cast(x, wide)))
+    return tf.reshape(tf.cond(finite, lambda: tf.constant(0.0), one_by_one), (1,))
 
 
 def too_large(x: Tensor) -> Tensor:
     """Return one fp32 element: 0 if the norm of `x` is small enough; see `ops.numpy`."""
     wide = tf.cast(x, tf.float64 if x.dtype == tf.float64 else tf.float32)
     fits = tf.reduce_sum(tf.square(wide)) < LARGEST**2
-    return tf.reshape(tf.where(fits, 0.0, 1.0), (1,))  # graphs turn "not NaN < x" into "NaN >= x"
+    flag = tf.cond(  # graphs turn "not NaN < x" into "NaN >= x"
+        fits,
+        lambda: tf.constant(0.0),
+        lambda: tf.where(tf.reduce_all(tf.math.is_finite(x)), 1.0, BROKEN),
+    )
+    return tf.reshape(flag, (1,))
 
 
-def zero_if_nonfinite(x: Tensor, bad: Tensor) -> Tensor:
-    """Return `x`, or zeros if `bad` (from `nonfinite`) marks it as non-finite."""
+def zero_if_bad(x: Tensor, bad: Tensor) -> Tensor:
+    """Return `x`, or zeros if its flag `bad` (from `too_large`) is not 0."""
     return tf.cond(tf.equal(bad[0], 0), lambda: tf.identity(x), lambda: tf.zeros_like(x))
 
 
-def where(bad: Any, first: Tensor, second: Tensor) -> Tensor:
-    """Return `first` if `bad` (from `is_nonfinite`) is true, else `second`."""
-    return tf.cond(bad, lambda: tf.identity(first), lambda: tf.identity(second))
+def where(condition: Any, first: Tensor, second: Tensor) -> Tensor:
+    """Return `first` if `condition` (from `exceeds`) is true, else `second`."""
+    return tf.cond(condition, lambda: tf.identity(first), lambda: tf.identity(second))
 
 
-def is_nonfinite(flags: Tensor) -> Any:
-    """Return whether any flag is nonzero: a bool, or a symbolic scalar in a graph."""
-    bad = tf.reduce_any(tf.not_equal(flags, 0))
-    return bool(bad) if tf.executing_eagerly() else bad
+def exceeds(flags: Tensor, limit: float) -> Any:
+    """Return whether any flag exceeds `limit`: a bool, or a symbolic scalar in a graph."""
+    found = tf.reduce_any(flags > limit)
+    return bool(found) if tf.executing_eagerly() else found
 
 
-def nans_if(bad: Any, x: Tensor) -> Tensor:
-    """Return NaN in the shape of `x` if `bad` (from `is_nonfinite`) is true, else `x`."""
-    return tf.cond(bad, lambda: nans_like(x), lambda: tf.identity(x))  # fills memory only if bad
+def filled_if(condition: Any, value: Any, x: Tensor) -> Tensor:
+    """Return `value` in the shape of `x` if `condition` (from `exceeds`) is true, else `x`."""
+    return tf.cond(condition, lambda: filled(x, value), lambda: tf.identity(x))
 
 
-def nans_like(x: Tensor) -> Tensor:
-    """Return a tensor of NaN with the shape and dtype of `x`."""
-    return tf.fill(tf.shape(x), tf.constant(float("nan"), x.dtype))
+def filled(x: Tensor, value: Any) -> Tensor:
+    """Return a tensor with the shape and dtype of `x` and `value` as each element."""
+    return tf.fill(tf.shape(x), tf.cast(value, x.dtype))
 
 
 def to_wire(parts: Sequence[Tensor], wire: str, count: int, into: Tensor | None = None) -> Tensor:

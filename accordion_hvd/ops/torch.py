@@ -17,7 +17,7 @@ from accordion_hvd import check
 from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret
 from accordion_hvd.ops import numpy as oracle
 from accordion_hvd.ops import quantization_torch as anywhere
-from accordion_hvd.ops.spec import LARGEST, Spec
+from accordion_hvd.ops.spec import BROKEN, LARGEST, Spec
 
 Tensor: TypeAlias = torch.Tensor
 Operation = TypeVar("Operation", bound=Callable[..., Any])
@@ -51,7 +51,7 @@ shape = oracle.shape
 reshape = oracle.reshape
 unstack = oracle.unstack
 symbolic = oracle.symbolic
-is_nonfinite = oracle.is_nonfinite
+exceeds = oracle.exceeds
 where = oracle.where
 
 
@@ -249,12 +249,13 @@ def project(
     if error.device.type != "cpu":
         bad = too_large(grad)
         journal.record(lambda: error.add_(p.mT @ q))
-        total = accumulate(_deflated(error, p, q), zero_if_nonfinite(grad, bad))
+        total = accumulate(_deflated(error, p, q), zero_if_bad(grad, bad))
         projected = basis @ (total if left else total.mT)
-        return total, torch.where(bad == 0, projected, float("nan"))
+        projected = projected.masked_fill(bad > 0, math.inf)
+        return total, projected.masked_fill_(bad > 1, math.nan)
     if not _by_blocks(error) or not _by_blocks(grad):
         if not _fits(grad):
-            return error, torch.full_like(q if left else p, float("nan"))
+            return error, torch.full_like(q if left else p, _excess(grad))
         journal.record(lambda: error.add_(p.mT @ q))
         total = accumulate(_deflated(error, p, q), grad)
         return total, basis @ (total if left else total.mT)
@@ -263,7 +264,7 @@ def project(
         fresh = grad[rows]
         if not _fits(fresh):
             _unproject(error[: rows.start], grad, p, q)
-            return error, projected.fill_(float("nan"))
+            return error, projected.fill_(_excess(grad))
         total = _minus(error[rows], p[:, rows], q).add_(fresh)
         if left:
             projected.addmm_(basis[:, rows], total)
@@ -271,6 +272,11 @@ def project(
             torch.mm(basis, total.t(), out=projected[:, rows])
     journal.record(lambda: _unproject(error, grad, p, q))
     return error, projected
+
+
+def _excess(grad: Tensor) -> float:
+    """Return each element of the projection of a gradient that does not fit."""
+    return math.inf if bool(torch.isfinite(grad).all()) else math.nan
 
 
 def _unproject(total: Tensor, grad: Tensor, p: Tensor, q: Tensor) -> None:
@@ -614,20 +620,31 @@ def inner_products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def nonfinite(x: Tensor) -> Tensor:
-    """Return one fp32 element: 0 if all elements of `x` are finite, else 1 (one pass, no copy)."""
-    if x.device.type != "cpu" and x.numel():  # extremes cannot overflow, and propagate NaN
-        return (~torch.isfinite(torch.stack(torch.aminmax(x)))).any().float().reshape(1)
+    """Return the flag of a projection (one pass, no copy); see `accordion_hvd.ops.numpy`."""
+    if x.device.type != "cpu" and x.numel():
+        return _flag(x, math.inf, nan_only=True)
     total = x.sum(dtype=torch.promote_types(x.dtype, torch.float32))
-    finite = math.isfinite(total.item()) or bool(torch.isfinite(x).all())
-    return torch.tensor([0.0 if finite else 1.0])  # ten times as fast as from a tensor
+    if math.isfinite(total.item()) or bool(torch.isfinite(x).all()):
+        return torch.tensor([0.0])  # ten times as fast as from a tensor
+    return torch.tensor([BROKEN if bool(torch.isnan(x).any()) else 1.0])
 
 
 def too_large(x: Tensor) -> Tensor:
     """Return one fp32 element: 0 if the norm of `x` is small enough; see `ops.numpy`."""
     if x.device.type != "cpu":
-        norm = torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
-        return (norm < LARGEST).logical_not().float().reshape(1)
-    return torch.tensor([0.0 if _fits(x) else 1.0])
+        return _flag(x, LARGEST / max(1, x.numel()) ** 0.5)
+    return torch.tensor([0.0 if _fits(x) else 1.0 if bool(torch.isfinite(x).all()) else BROKEN])
+
+
+def _flag(x: Tensor, limit: float, nan_only: bool = False) -> Tensor:
+    """Return the flag of `x` on an accelerator: 0 if all elements are less than `limit`.
+
+    Else it is `BROKEN` if an element is NaN or, without `nan_only`, infinite, and otherwise 1.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    most = torch.linalg.vector_norm(x, math.inf, dtype=wide)  # cannot overflow; propagates NaN
+    broken = most.isnan() if nan_only else (most < math.inf).logical_not()
+    return (most < limit).logical_not().float().masked_fill_(broken, BROKEN).reshape(1)
 
 
 def _fits(x: Tensor) -> bool:
@@ -635,21 +652,21 @@ def _fits(x: Tensor) -> bool:
     return torch.dot(flat, flat).item() < LARGEST**2
 
 
-def zero_if_nonfinite(x: Tensor, bad: Tensor) -> Tensor:
-    """Return `x`, or zeros if `bad` (from `nonfinite`) marks it as non-finite."""
+def zero_if_bad(x: Tensor, bad: Tensor) -> Tensor:
+    """Return `x`, or zeros if its flag `bad` (from `too_large`) is not 0."""
     if bad.device.type == "cpu":
         return torch.zeros_like(x) if bool(bad != 0) else x
-    return torch.where(bad == 0, x, torch.zeros((), dtype=x.dtype, device=x.device))
+    return x.masked_fill(bad > 0, 0)
 
 
-def nans_if(bad: Any, x: Tensor) -> Tensor:
-    """Return NaN in the shape of `x` if `bad` (from `is_nonfinite`) is true, else `x`."""
-    return nans_like(x) if bad else x
+def filled_if(condition: Any, value: Any, x: Tensor) -> Tensor:
+    """Return `value` in the shape of `x` if `condition` (from `exceeds`) is true, else `x`."""
+    return filled(x, value) if condition else x
 
 
-def nans_like(x: Tensor) -> Tensor:
-    """Return a tensor of NaN with the shape and dtype of `x`."""
-    return torch.full_like(x, float("nan"))
+def filled(x: Tensor, value: Any) -> Tensor:
+    """Return a tensor with the shape and dtype of `x` and `value` as each element."""
+    return torch.full_like(x, value)
 
 
 def to_wire(parts: Sequence[Tensor], wire: str, count: int, into: Tensor | None = None) -> Tensor:

@@ -46,6 +46,7 @@ class UpdateRule(Compressor):
     averaged_state: ClassVar[tuple[str, ...]] = ()
     applies_weight_decay: ClassVar[bool] = False
     returns_weights: ClassVar[bool] = False
+    skips: ClassVar[bool] = True
     decoupled_weight_decay: ClassVar[bool] = False
 
     def dense(self) -> UpdateRule:

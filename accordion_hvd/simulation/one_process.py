@@ -185,8 +185,9 @@ class World:
             weights: for each rank, name -> tensor, for methods and policies that read weights.
 
         Returns:
-            For each rank, name -> averaged gradient, or None if no rank has used the tensor; None
-            for each rank if a gradient was not finite.
+            For each rank, name -> averaged gradient, or None if no rank has used the tensor. If
+            the step was skipped, zeros (`Exchange.lost`), or None for each rank if a gradient was
+            not finite.
 
         Raises:
             ValueError: if gradients are missing, or differ in name, shape or dtype from those of
@@ -274,7 +275,9 @@ class World:
 
     def _means(self, exchange: Exchange) -> dict[str, Tensor] | None:
         if not exchange.close():
-            return None
+            zeros = functools.partial(exchange.xp.zeros, device=exchange.device)
+            lost = {x.name: zeros(x.shape, x.dtype) for x in exchange.tensors}
+            return lost if exchange.lost == 0 else None
         rows = enumerate(zip(exchange.tensors, exchange.bucket_batches.means(), strict=True))
         return {x.name: None if i in exchange.absent else mean for i, (x, mean) in rows}
 

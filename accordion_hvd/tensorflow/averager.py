@@ -296,7 +296,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         exchange.open(lr)
         exchange.bucket_batches.give(grads, weights, marks and tf.constant(marks, tf.float32))
         if not exchange.finish():
-            return [xp.nans_like(grad) for grad in grads]
+            return [xp.filled(grad, exchange.lost) for grad in grads]
         means = enumerate(exchange.bucket_batches.means())
         return [None if i in exchange.absent else mean for i, mean in means]
 

@@ -50,7 +50,8 @@ class TensorFlowExchange(Exchange):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._clock: tf.Variable | None = None
-        self._lost: tf.Variable | None = None  # number of skipped steps
+        self._lost_steps: tf.Variable | None = None  # number of skipped steps
+        self._row: tf.Variable | None = None  # of them, number of the last ones in succession
         self._seconds: tf.Variable | None = None  # time of all exchanges in graphs
         self._began: tf.Variable | None = None  # when the present one began; 0 between exchanges
         self._recorded = 0.0  # part of it that the ledger knows
@@ -86,18 +87,18 @@ class TensorFlowExchange(Exchange):
 
     @property
     def skipped(self) -> int:  # type: ignore[override]
-        """Return the number of steps skipped for non-finite gradients, also in graphs."""
-        if self._lost is None:
+        """Return the number of skipped steps, also in graphs."""
+        if self._lost_steps is None:
             return self._skipped
         with tf.init_scope():
-            return int(self._lost.numpy())
+            return int(self._lost_steps.numpy())
 
     @skipped.setter
     def skipped(self, value: int) -> None:
         self._skipped = value
-        if self._lost is not None:
+        if self._lost_steps is not None:
             with tf.init_scope():
-                self._lost.assign(value)
+                self._lost_steps.assign(value)
 
     def info(self, entry: BucketState, step: Any = None) -> Info:
         """Return the `Info` for a bucket's algorithm; in a graph, the step count is a tensor."""
@@ -130,7 +131,8 @@ class TensorFlowExchange(Exchange):
         with tf.init_scope():
             if self._clock is None:
                 self._clock = create(self._steps, tf.int64)
-                self._lost = create(self._skipped, tf.int64)
+                self._lost_steps = create(self._skipped, tf.int64)
+                self._row = create(0, tf.int64)
                 self._seconds = create(0.0, tf.float64)
                 self._began = create(0.0, tf.float64)
                 self.communicator.watch(functools.partial(_beginning, weakref.ref(self)))
@@ -219,11 +221,12 @@ class TensorFlowExchange(Exchange):
             present: fp32 vector as in `start`, for all tensors. If it is given, the last result is
                 a vector of bools: whether each tensor is absent.
         """
-        assert self._clock is not None and self._lost is not None
-        assert self._seconds is not None and self._began is not None
+        assert self._clock is not None and self._lost_steps is not None
+        assert self._seconds is not None and self._began is not None and self._row is not None
         variables = [(s.state or {}, s.evidence, s.carried) for s in self.bucket_states]
-        self._now, lost = self._clock.read_value(), self._lost.read_value()
-        with tf.control_dependencies([self._now]):  # after the previous step
+        self._now, lost = self._clock.read_value(), self._lost_steps.read_value()
+        self.in_a_row = row = self._row.read_value()
+        with tf.control_dependencies([self._now, row]):  # after the previous step
             grads = [tf.identity(grad) for grad in grads]
         with tf.control_dependencies(grads):
             began = tf.timestamp()
@@ -249,10 +252,11 @@ class TensorFlowExchange(Exchange):
                 self._seconds.assign_add(tf.where(known, seconds, 0.0))
                 self._began.assign(0.0)
                 if bad is not False:
-                    self._lost.assign_add(tf.cast(bad, tf.int64))
+                    self._lost_steps.assign_add(tf.cast(bad, tf.int64))
+                    self._row.assign(tf.where(bad, row + 1, tf.zeros_like(row)))
             return means
         finally:
-            self._now = None
+            self._now, self.in_a_row, self.lost = None, 0, math.nan
             self.abort()
             self._put_back(variables)
 

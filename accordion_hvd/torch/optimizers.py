@@ -164,8 +164,9 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Communicate and take a step; collective, even for ranks without gradients.
 
-        If a gradient of any rank is not finite, no rank takes the step, and all state remains as it
-        was. After a step, `.grad` contains the direction u of the update x <- x - lr u.
+        If a gradient of any rank is not finite, or too large (`Exchange.skipped`), no rank takes
+        the step, and all state remains as it was. After a step, `.grad` contains the direction u of
+        the update x <- x - lr u.
 
         Args:
             closure: function that computes the loss and its gradients and returns the loss.

@@ -440,7 +440,7 @@ class Reducer(GradientAverager[Exchange]):
                     means = [mean.mul_(factor) for mean in means]
                 exclusive = not self.exchange.bucket_batches.shares(index)
             else:
-                means = [torch.full_like(parameter, float("nan")) for parameter in parameters]
+                means = [torch.full_like(p, self.exchange.lost) for p in parameters]
                 exclusive = True
             if parameters:
                 self._put(parameters, means, exclusive)

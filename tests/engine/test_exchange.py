@@ -24,6 +24,7 @@ from frameworks import (
 from laws import several, states, step
 
 from accordion_hvd import (
+    FP16,
     STC,
     Accordion,
     Allreduce,
@@ -407,23 +408,24 @@ def test_large_finite_gradients_count(compressor: Compressor) -> None:
     for value, counts in ((1e13, True), (1e14, False)):
         world = simulate(compressor, 2)
         means = world.step([{"w": np.full((40, 30), value, np.float32)}] * 2)
-        assert world.exchanges[0].skipped == (not counts) and (means[0] is not None) == counts
-        if means[0] is not None:
-            assert np.isfinite(means[0]["w"]).all() and abs(means[0]["w"]).max() > value / 10
+        assert world.exchanges[0].skipped == (not counts) and means[0] is not None
+        assert np.isfinite(means[0]["w"]).all()
+        assert abs(means[0]["w"]).max() > value / 10 if counts else not means[0]["w"].any()
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not c.private], ids=lambda case: case.name)
 def test_training_goes_on_after_a_spike(case: Case) -> None:
-    """After one gradient of any finite size, the third step is as any other."""
+    """One gradient of any finite size has finite means, and the third step after it is ordinary."""
     for size in (1e10, 1e13, 1e19, 3e37):
         world, good = simulate(case.compressor, 2, local_size=2), several(2, 8)
+        overflows = isinstance(case.compressor, FP16)  # as it says
         for number, gradients in enumerate(good):
             if number == 3:
                 gradients = [{k: x * np.float32(size) for k, x in g.items()} for g in gradients]
             with np.errstate(over="ignore", invalid="ignore"):
                 means = step(world, NUMPY, gradients)
-            if number >= 6:
-                assert all(np.isfinite(x).all() for x in (means[0] or {"w": np.inf}).values()), size
+            finite = all(np.isfinite(x).all() for x in (means[0] or {"w": np.inf}).values())
+            assert finite or number == 3 and overflows, size
         for state in states(world, NUMPY):
             assert all(np.isfinite(x).all() for x in state.values()), size
 

@@ -30,6 +30,7 @@ from accordion_hvd.check import PayloadError
 from accordion_hvd.ops import bins, count_sketch, indices, journal, namespace, random
 from accordion_hvd.ops import quantization as q
 from accordion_hvd.ops.selection import accumulate_outgrown, largest_index, largest_of_bins
+from accordion_hvd.ops.spec import BROKEN
 
 
 def public(xp: ModuleType) -> dict[str, Callable[..., Any]]:
@@ -248,10 +249,10 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("too_large", (NAN,), 0),
     ("too_large", (HUGE,), 0),
     ("too_large", (X.astype(np.float16),), 0),
-    ("zero_if_nonfinite", (X, GOOD), 0),
-    ("zero_if_nonfinite", (X, BAD), 0),
-    ("nans_like", (X,), 0),
-    *[("nans_if", (bad, X), 0) for bad in (True, False)],
+    ("zero_if_bad", (X, GOOD), 0),
+    ("zero_if_bad", (X, BAD), 0),
+    *[("filled", (X, value), 0) for value in (0.0, np.nan)],
+    *[("filled_if", (bad, np.nan, X), 0) for bad in (True, False)],
     *[("to_wire", ([X, V], wire, count), 0) for wire in WIRES for count in (75, 80)],
     *[("mean_of_wire", (NUMPY.xp.to_wire([X, V], w, 76), w, 4), 0) for w in WIRES],
     ("from_wire", (NUMPY.xp.to_wire([X, V], "float16", 80), "float16", [X + 1, V + 1]), 0),
@@ -259,9 +260,9 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("checksum", (V.astype(np.float16),), 0),
     ("checksum", (V.astype(np.float64),), 0),
     ("maximum_of", ([V, V[:3] + 9],), 0),
-    ("is_nonfinite", (GOOD,), 0),
-    ("is_nonfinite", (BAD,), 0),
-    ("is_nonfinite", (NAN,), 0),
+    ("exceeds", (GOOD, 0.0), 0),
+    ("exceeds", (BAD, 0.0), 0),
+    ("exceeds", (BAD, 2.0), 0),
     ("where", (True, X, Y), 0),
     ("where", (False, X, Y), 0),
 ]
@@ -648,23 +649,21 @@ def test_bins_in_blocks(size: int) -> None:
 @pytest.mark.parametrize("framework", ALL)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_only_nonfinite_elements_are_nonfinite(framework: Framework, dtype: str) -> None:
-    """Large finite elements do not count as non-finite, even if their sum overflows.
-
-    Adam and clipping can handle such elements.
-    """
+    """Large finite elements do not count as non-finite, even if their sum overflows."""
     huge = np.full(5000, np.finfo(dtype).max / 100, dtype)
     with framework.running():
         for x in (huge, -huge):
             assert framework.array(framework.xp.nonfinite(framework.tensor(x)))[0] == 0
         for bad in (np.nan, np.inf, -np.inf):
             x = np.append(huge, np.asarray(bad, dtype))
-            assert framework.array(framework.xp.nonfinite(framework.tensor(x)))[0] == 1
+            flag = framework.array(framework.xp.nonfinite(framework.tensor(x)))[0]
+            assert flag == (BROKEN if np.isnan(bad) else 1)
 
 
 @pytest.mark.parametrize("framework", ALL)
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_large_norms_are_noticed(framework: Framework, dtype: str) -> None:
-    cases = [([1.0] * 9, 0), ([np.nan, 1], 1), ([1, -np.inf], 1)]
+    cases = [([1.0] * 9, 0), ([np.nan, 1], BROKEN), ([1, -np.inf], BROKEN)]
     if dtype != "float16":
         cases += [([9e14, 0], 0), ([8e14] * 2, 1), ([1e30], 1), ([-1e38, 1e38], 1)]
     with framework.running():
@@ -675,3 +674,47 @@ def test_large_norms_are_noticed(framework: Framework, dtype: str) -> None:
                 import tensorflow as tf
 
                 assert tf.function(framework.xp.too_large)(given).numpy()[0] == large, x
+
+
+PROJECTIONS = [
+    (X, X.T[:1, :5].copy(), X[:1], Y[:1]),
+    (LARGE, TALL[:2], WIDE[:2], WIDE[9:11]),  # in blocks
+    (CUBE, CUBE[:, :2, :4], CUBE[:, :2], CUBE[:, 1:3]),
+]
+SPIKES = [(1e20, 1), (-1e38, 1), (np.nan, BROKEN), (-np.inf, BROKEN)]
+
+
+@pytest.mark.parametrize("framework", ALL)
+def test_projections_tell_large_from_broken_gradients(framework: Framework) -> None:
+    with framework.running():
+        for error, p, q, basis in PROJECTIONS:
+            for value, flag in SPIKES:
+                grad = np.ones_like(error)
+                grad[..., -1, -1] = value
+                given = [framework.tensor(x.copy()) for x in (error, grad, p, q, basis)]
+                projected = framework.xp.project(*given)[1]
+                assert framework.array(framework.xp.nonfinite(projected))[0] == flag
+
+
+def test_flags_on_an_accelerator() -> None:
+    torch = pytest.importorskip("torch")
+    from card import Card, Watch
+
+    from accordion_hvd.ops import torch as xp
+
+    def card(x: np.ndarray) -> Any:
+        return Card(torch.tensor(x))
+
+    with Watch() as watch, watch.recording():
+        for value, flag in [(0.0, 0), (1e12, 0), *SPIKES]:
+            for error, p, q, basis in PROJECTIONS:
+                grad = np.ones_like(error)
+                grad[..., -1, -1] = value
+                bad = xp.too_large(card(grad))
+                assert bad.inner.item() == flag
+                left = xp.zero_if_bad(card(grad), bad).inner
+                assert bool(left.any()) == (flag == 0)
+                total, projected = xp.project(*(card(x.copy()) for x in (error, grad, p, q, basis)))
+                assert xp.nonfinite(projected).inner.item() == flag
+                assert bool(torch.isfinite(total.inner).all())
+    assert not watch.waits

@@ -308,6 +308,21 @@ def check_loss_scaling() -> None:
         assert scaler.get_scale() == 2 * 1024
 
 
+def check_spikes_cost_a_step() -> None:
+    for compression in (TopK(0.2), PowerSGD(2)):
+        model, state = wrapped(network(), compression)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            (loss * (1e24 if step == 2 and dist.get_rank() == 1 else 1)).backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            assert (norm > 0) == (step != 2)
+            optimizer.step()
+        assert_same(model)
+        assert state.exchange.skipped == 1 and torch.isfinite(weights(model)).all()
+
+
 def check_a_scaler_that_is_not_passed_is_refused() -> None:
     """In the first step that it takes, unless compression keeps nothing that follows the scale."""
     for compression, fits in ((FP16(), True), (TopK(0.2), False)):

@@ -213,6 +213,20 @@ def check_infinite_gradients_are_skipped() -> None:
     assert state.exchange.skipped == 1
 
 
+def check_spikes_cost_a_step() -> None:
+    model, state = sharded(network(), PowerSGD(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        (loss * (1e24 if step == 2 and dist.get_rank() == 0 else 1)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+        assert (norm > 0) == (step != 2)
+        optimizer.step()
+    assert_same(model)
+    assert state.exchange.skipped == 1 and torch.isfinite(weights(model)).all()
+
+
 def check_a_scaler_that_is_not_passed_is_refused() -> None:
     model, _ = sharded(network(), TopK(0.1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -451,6 +451,22 @@ def check_loss_scaling() -> None:
         )  # fmt: skip
 
 
+def check_spikes_cost_a_step() -> None:
+    """Means are zeros where a finite gradient of some rank is huge, but NaN after ten in a row."""
+    for compression in (TopK(0.5), PowerSGD(2)):
+        for graph in (False, True):
+            variable = keras.Variable(tf.zeros((40, 40)))
+            opt = hvd.DistributedOptimizer(SGD(1.0, clipnorm=1.0), compression=compression)
+            run = in_graph(graph, stepper(graph, opt, variable))
+            grad = np.random.default_rng(hvd.rank()).standard_normal((40, 40)).astype("f")
+            for step in range(14):
+                before, spike = variable.numpy(), step == 1 or step > 2
+                run(tf.constant(grad * (1e24 if spike and hvd.rank() == 1 else 1), tf.float32))
+                assert (before == variable.numpy()).all() == (spike and step < 13), step
+            assert np.isfinite(before).all() and np.isnan(variable.numpy()).all()
+            assert opt.exchange.skipped == 12
+
+
 def check_variables_in_turn() -> None:
     """What is owed to a variable stays owed while its gradient is None, or apply() is without it.
 

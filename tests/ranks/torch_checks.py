@@ -438,6 +438,30 @@ def check_loss_scaling() -> None:
     assert torch.isfinite(skipped).all()
 
 
+def check_spikes_cost_a_step() -> None:
+    """Means are zeros where a finite gradient of some rank is huge, but NaN after ten in a row."""
+    for compression in (TopK(0.05), PowerSGD(2)):
+        model = network()
+        optimizer = wrapped(model, compression=compression)
+        for step, batch in enumerate(batches(20)):
+            spike = step == 1 or step > 4
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            (loss * (1e24 if spike and hvd.rank() == 1 else 1)).backward()
+            optimizer.synchronize()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            assert (norm > 0) == (not spike), (step, norm)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            if step == 14:
+                assert_same(model)
+                assert all(torch.isfinite(p).all() for p in model.parameters())
+                assert optimizer.exchange.skipped == 11
+            if step == 15:
+                assert norm.isnan()
+                break
+
+
 def check_sparse_gradients() -> None:
     for as_dense in (False, True):
         torch.manual_seed(0)

@@ -179,7 +179,8 @@ def _kind(name: str, args: Any, kwargs: dict[str, Any]) -> str:
     masks = name.startswith("aten.index") and any(x.dtype == torch.bool for x in tensors[1:])
     if leaves_card or masks or any(part in name for part in READS):
         return "read"
-    copies = "copy" in name or "index_put" in name  # other kernels take a scalar as an argument
+    takes = ("copy", "index_put", "where")  # other kernels take a scalar as an argument
+    copies = any(part in name for part in takes)
     if any(x.dim() or copies for x in host):
         return "copy"
     return "slow" if any(part in name for part in SLOW) else ""

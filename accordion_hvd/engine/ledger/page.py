@@ -262,7 +262,7 @@ def _errors(found: Found) -> str:
 
 def _events(found: Found) -> str:
     texts = {
-        "skipped": "skipped, because a gradient was not finite",
+        "skipped": "skipped, because a gradient was not finite or too large",
         "guard": "replicas differed",
         "ranks": "the number of ranks became ",
     }

@@ -159,9 +159,10 @@ class CompressedOptimizer(_Ruled, Directions):
     """Base class of optimizers whose ranks exchange quantities other than gradients.
 
     Gradients remain local until a step: `clipnorm`, `clipvalue` and `global_clipnorm` clip the
-    gradients of each rank by their local norm. If a gradient of any rank is not finite, no rank
-    takes the step, and all state remains as it was. If the mixed_float16 policy is set before the
-    optimizer is created, the result is a `LossScaleOptimizer` with the same behavior.
+    gradients of each rank by their local norm. If a gradient of any rank is not finite, or above
+    1e15 in norm, no rank takes the step, and all state remains as it was. If the mixed_float16
+    policy is set before the optimizer is created, the result is a `LossScaleOptimizer` with the
+    same behavior.
 
     A saved model contains the moments and residuals of the rank that saved it. To resume exactly,
     each rank must save and load its own model. If all ranks load the model of one rank, residuals
