@@ -144,6 +144,7 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {
     "full": _full,
     "nan": functools.partial(_spoiled, np.nan),
     "inf": functools.partial(_spoiled, np.inf),
+    "spike": functools.partial(_spoiled, 1e20),
     "truncate": lambda value: np.array(value)[:-16],
     "lengthen": lambda value: np.append(value, np.zeros(16, np.uint8)),
     "random": functools.partial(_message, _random),

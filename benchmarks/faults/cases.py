@@ -217,13 +217,15 @@ SECTIONS: dict[str, tuple[Case, ...]] = {
         Case("worker", "a worker of a data loader is killed", "exchange", "worker", ranks=2,
              says="DataLoader worker", options=("others late",), launchers=(TORCH,)),
     ),
-    "Gradients that are not finite": (
+    "Gradients that are not finite, or huge": (
         Case("nan", "NaN on one rank", "gradient", "nan", SPREADS, launchers=(TORCH,)),
         Case("inf", "Inf on one rank", "gradient", "inf", SPREADS, launchers=(), keras=(GLOO,)),
         Case("nan-scaler", "NaN on one rank, GradScaler", "gradient", "nan", SKIPS,
              options=("scaler",), launchers=ONE),
         Case("inf-scaler", "Inf on one rank, GradScaler", "gradient", "inf", SKIPS,
              options=("scaler",), launchers=(TORCH,)),
+        Case("spike", "1e20 on one rank", "gradient", "spike", SKIPS, launchers=ONE,
+             keras=(GLOO,)),
         Case("nan-average", "NaN on one rank, LocalSGD, GradScaler", "gradient", "nan", GOES_ON,
              method="local", options=("scaler",), launchers=(GLOO,)),
     ),
