@@ -14,7 +14,7 @@ import numpy as np
 from accordion_hvd import check
 from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret, selection
 from accordion_hvd.ops.journal import consume
-from accordion_hvd.ops.spec import BROKEN, LARGEST, Spec
+from accordion_hvd.ops.spec import BROKEN, FOLDS, LARGEST, Spec
 
 Array = np.ndarray
 
@@ -256,6 +256,23 @@ def project(
         return error, np.full_like(q if left else p, np.inf if bad < BROKEN else np.nan)
     total = accumulate(subtract(error, transpose(p) @ q), grad)
     return total, basis @ (total if left else transpose(total))
+
+
+def fold(x: Array, signs: Array) -> Array:
+    """Return a sketch of the vector `x`, whose norm estimates that of `x`: fp32, as `signs`.
+
+    Let c = len(signs) - 2 `FOLDS`, a = signs[:FOLDS] and b = signs[FOLDS:], all random. Element
+    j < c is sum_i a_i b_{i + j} x_{c i + j}, the sum of up to `FOLDS` blocks of c elements; the
+    others are 0. The squared norm has the mean |x|^2 over the signs. Its variance is
+    2 sum_j sum_{i != k} (x_{c i + j} x_{c k + j})^2, as if all signs were independent: 2 / c of
+    |x|^4 if the columns j have equal norms.
+    """
+    columns = len(signs) - 2 * FOLDS
+    total = np.zeros_like(signs)
+    for i, sign in enumerate(signs[:FOLDS].tolist()):
+        part = x[i * columns : (i + 1) * columns]
+        total[: part.size] += sign * (part * signs[FOLDS + i : FOLDS + i + part.size])
+    return total
 
 
 def expand(p: Array, q: Array, like: Array) -> Array:

@@ -23,6 +23,9 @@ LARGEST = 1e15
 BROKEN = 2.0**60
 """Flag of a gradient that is not finite; more than the sum of the flags, 1, of large ones."""
 
+FOLDS = 64
+"""Number of blocks of a vector that `fold` adds."""
+
 
 @dataclass(frozen=True)
 class Spec:

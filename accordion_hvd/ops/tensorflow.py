@@ -17,7 +17,7 @@ import tensorflow as tf
 from accordion_hvd import check
 from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret
 from accordion_hvd.ops import numpy as oracle
-from accordion_hvd.ops.spec import BROKEN, LARGEST, Spec, Tensor
+from accordion_hvd.ops.spec import BROKEN, FOLDS, LARGEST, Spec, Tensor
 
 
 def _compiled(function: Callable[..., Any], eagerly: bool = True) -> Callable[..., Any]:
@@ -261,6 +261,22 @@ def _project(
     projected = tf.matmul(basis, total, transpose_b=not left)
     bad = too_large(grad)
     return total, tf.where(bad == 0, projected, tf.where(bad > 1, np.nan, np.inf))
+
+
+def fold(x: Tensor, signs: Tensor) -> Tensor:
+    """Return a sketch of the vector `x`; see `accordion_hvd.ops.numpy`."""
+    return _fold(x, signs)
+
+
+@_compiled
+def _fold(x: Tensor, signs: Tensor) -> Tensor:
+    columns, period = signs.shape[0] - 2 * FOLDS, signs.shape[0] - FOLDS
+    x = tf.pad(tf.cast(x, tf.float32), [(0, FOLDS * columns - x.shape[0])])
+    # Rows of a vector that repeats, each a column longer than its period, begin one further each.
+    rows = tf.tile(signs[FOLDS:], [FOLDS + 1])[: FOLDS * (period + 1)]
+    windows = tf.reshape(rows, (FOLDS, period + 1))[:, :columns]
+    flipped = tf.reshape(x, (FOLDS, columns)) * windows * signs[:FOLDS, None]
+    return tf.pad(tf.reduce_sum(flipped, 0), [(0, 2 * FOLDS)])
 
 
 def expand(p: Tensor, q: Tensor, like: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from accordion_hvd import check
 from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret
 from accordion_hvd.ops import numpy as oracle
 from accordion_hvd.ops import quantization_torch as anywhere
-from accordion_hvd.ops.spec import BROKEN, LARGEST, Spec
+from accordion_hvd.ops.spec import BROKEN, FOLDS, LARGEST, Spec
 
 Tensor: TypeAlias = torch.Tensor
 Operation = TypeVar("Operation", bound=Callable[..., Any])
@@ -282,6 +282,28 @@ def _excess(grad: Tensor) -> float:
 def _unproject(total: Tensor, grad: Tensor, p: Tensor, q: Tensor) -> None:
     """Undo `project` for the first rows, up to rounding."""
     total.sub_(grad[: len(total)]).addmm_(p[:, : len(total)].t(), q)
+
+
+def fold(x: Tensor, signs: Tensor) -> Tensor:
+    """Return a sketch of the vector `x`; see `accordion_hvd.ops.numpy`."""
+    columns, total = len(signs) - 2 * FOLDS, torch.zeros_like(signs)
+    whole, done = 0, 0
+    if x.device.type != "cpu":  # a few kernels instead of one per block
+        whole = x.numel() // columns
+        done = whole * columns
+        windows = signs.as_strided((whole, columns), (1, 1), signs.storage_offset() + FOLDS)
+        total[:columns] = (x[:done].view(whole, columns) * windows).mT @ signs[:whole]
+        flips = [signs[whole : whole + 1]] if done < x.numel() else []
+    else:
+        flips = signs[: -(-x.numel() // columns)].tolist()
+    for i, flip in enumerate(flips, whole):
+        part = x[i * columns : (i + 1) * columns]
+        window = signs[FOLDS + i : FOLDS + i + part.numel()]
+        if whole:
+            total[: part.numel()] += part * window * flip
+        else:
+            total[: part.numel()].addcmul_(part, window, value=flip)
+    return total
 
 
 def expand(p: Tensor, q: Tensor, like: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class AdaQS(Windowed):
     The papers define the ratio, estimate it by moments, and halve the compression when it drops.
     The size of a drop, the windows, a decision for each layer, and the moments used are ours: rank
     0 measures the first `probes` gradients of a window one by one, which gives the mean of
-    |gradient|^2, and sums the others. This costs rank 0 a copy of the gradients, and all ranks a
+    |gradient|^2, and sums the others. This costs rank 0 a pass over the gradients, and all ranks a
     message of a few bytes after each of the first `probes` steps. If Keras runs several steps at
     once (`steps_per_execution`), the policy cannot measure single gradients and changes nothing.
 

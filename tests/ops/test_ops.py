@@ -30,7 +30,7 @@ from accordion_hvd.check import PayloadError
 from accordion_hvd.ops import bins, count_sketch, indices, journal, namespace, random
 from accordion_hvd.ops import quantization as q
 from accordion_hvd.ops.selection import accumulate_outgrown, largest_index, largest_of_bins
-from accordion_hvd.ops.spec import BROKEN
+from accordion_hvd.ops.spec import BROKEN, FOLDS
 
 
 def public(xp: ModuleType) -> dict[str, Callable[..., Any]]:
@@ -73,6 +73,7 @@ CUBE_OF_7 = RNG.standard_normal((3, 7, 7)).astype(np.float32)
 LONG = RNG.standard_normal(70_000).astype(np.float32)
 WIDE = RNG.standard_normal((300, 2048)).astype(np.float32)
 TALL, LARGE = WIDE[:, :400].copy(), RNG.standard_normal((400, 2048)).astype(np.float32)
+SIGNS = np.sign(RNG.standard_normal(1099 + 2 * FOLDS)).astype(np.float32)
 CODES = RNG.integers(0, 256, LONG.size).astype(np.uint8)
 BITS = q.pack_signs(LONG, None)
 STEPS = q.bucket_norms(LONG, 7, "max") / np.float32(3)
@@ -249,6 +250,8 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("too_large", (NAN,), 0),
     ("too_large", (HUGE,), 0),
     ("too_large", (X.astype(np.float16),), 0),
+    *[("fold", (x, SIGNS), 1e-5) for x in (LONG, LONG[:1100], V, LONG.astype(np.float16))],
+    ("fold", (LONG.astype(np.float64), SIGNS), 1e-5),
     ("zero_if_bad", (X, GOOD), 0),
     ("zero_if_bad", (X, BAD), 0),
     *[("filled", (X, value), 0) for value in (0.0, np.nan)],
@@ -696,6 +699,31 @@ def test_projections_tell_large_from_broken_gradients(framework: Framework) -> N
                 assert framework.array(framework.xp.nonfinite(projected))[0] == flag
 
 
+def test_folds_keep_norms_in_the_mean() -> None:
+    """Their variance is that of independent signs, for vectors that all have one sign, too."""
+    rng, size, columns = np.random.default_rng(3), 20_000, 313
+    vectors = {
+        "normal": rng.standard_normal(size),
+        "equal": np.ones(size),
+        "outer product": np.outer(rng.standard_normal(100), rng.standard_normal(200)).ravel(),
+        "one column": np.where(np.arange(size) % 200 == 7, 1.0, 0.0),
+        "one row": np.where(np.arange(size) // 200 == 7, 1.0, 0.0),
+    }
+    for name, x in vectors.items():
+        x = (x / np.linalg.norm(x)).astype(np.float32)
+        squares = []
+        for _ in range(400):
+            signs = rng.choice(np.float32([-1, 1]), columns + 2 * FOLDS)
+            squares.append(float(np.square(NUMPY.xp.fold(x, signs), dtype=np.float64).sum()))
+        energy = np.square(np.pad(x, (0, FOLDS * columns - size)), dtype=np.float64)
+        energy = energy.reshape(FOLDS, columns)
+        deviation = (2 * (energy.sum(0) ** 2 - (energy**2).sum(0)).sum()) ** 0.5
+        assert abs(np.mean(squares) - 1) < 4 * deviation / 20 + 1e-6, name
+        assert np.std(squares) < 1.25 * deviation + 1e-6, name
+        assert np.std(squares) >= 0.75 * deviation, name
+        assert deviation < 1.05 * (2 / columns) ** 0.5, name
+
+
 def test_flags_on_an_accelerator() -> None:
     torch = pytest.importorskip("torch")
     from card import Card, Watch
@@ -717,4 +745,8 @@ def test_flags_on_an_accelerator() -> None:
                 total, projected = xp.project(*(card(x.copy()) for x in (error, grad, p, q, basis)))
                 assert xp.nonfinite(projected).inner.item() == flag
                 assert bool(torch.isfinite(total.inner).all())
+        for size in (1099, 1100, 69_999, 70_000):
+            folded = xp.fold(card(LONG[:size]), card(SIGNS)).inner.numpy()
+            wanted = NUMPY.xp.fold(LONG[:size], SIGNS)
+            np.testing.assert_allclose(folded, wanted, rtol=1e-5, atol=1e-4)
     assert not watch.waits

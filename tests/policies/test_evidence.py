@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from frameworks import NUMPY, Framework, parameters
 
 from accordion_hvd import Dense, PowerSGD, TopK, namespace, simulate
+from accordion_hvd.ops.spec import FOLDS, Spec
 from accordion_hvd.policies import efficiency
 from accordion_hvd.policies.base import Seen
 from accordion_hvd.policies.decision import Decision
@@ -130,7 +132,42 @@ def test_evidence_of_ones_own_beside_sums(framework: Framework) -> None:
         means = [sum(rank[name] for rank in now) / 2 for now in gradients[:WINDOW]]
         largest = max(map(np.linalg.norm, means))
         assert seen["largest averages"][name] == pytest.approx(largest, rel=1e-4)
-        assert seen["gradients"][name] == pytest.approx(np.linalg.norm(sum(means)), rel=1e-4)
+        total = sum(means)
+        if name == "large":  # kept as a sketch, with 1 / 32 of the numbers; by rank 0 only
+            entries = [exchange.entry_of[2] for exchange in world.exchanges]
+            kept = framework.array(entries[0].evidence["gradients"])
+            assert not entries[1].evidence and kept.size < 0.05 * total.size
+            assert not kept[0, -2 * FOLDS :].any() and (abs(kept[1]) == 1).all()
+            exact, total = total, NUMPY.xp.fold(total.reshape(-1), kept[1])
+            assert np.linalg.norm(total) == pytest.approx(np.linalg.norm(exact), rel=0.1)
+        assert seen["gradients"][name] == pytest.approx(np.linalg.norm(total), rel=1e-4)
+
+
+def test_sketches_change_decisions_only_near_the_threshold() -> None:
+    """Within four standard deviations of the ratio, for norms that move around the threshold."""
+    size, threshold, close, agreed = 70_000, 0.5, 0, 0
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        bucket = SimpleNamespace(size=size, shape=(size,), name=f"layer {seed}")
+        evidence = GradientSums()
+        spec = Spec((size,), "float32", NUMPY.xp)
+        kept = evidence.zeros(SimpleNamespace(spec=spec, bucket=bucket))
+        deviation = (2 / (kept.shape[1] - 2 * FOLDS)) ** 0.5 / 2
+        common = rng.standard_normal(size).astype(np.float32)
+        scale, before = 1.0, None
+        for _ in range(100):
+            scale = max(scale, 1e-3) * rng.choice([0.3, 0.48, 0.5, 0.52, 1.0, 1.45, 1.5, 1.55, 2])
+            x = np.float32(scale) * (common + rng.standard_normal(size).astype(np.float32))
+            sums = evidence.before(kept, Step(x, TopK(0.1), {}))
+            now = np.array([np.linalg.norm(x), np.linalg.norm(sums[0])])
+            if before is not None:
+                change = abs(before - now) / before
+                bound = 4 * deviation * 2**0.5 * now[0] / before[0]
+                assert abs(change[0] - change[1]) <= bound
+                close += abs(change[0] - threshold) < bound
+                agreed += (change[0] >= threshold) == (change[1] >= threshold)
+            before = now
+    assert close > 50 and 297 - close < agreed < 297, (close, agreed)
 
 
 PROGRESS = (Efficiency(), EfficiencyWeights())
