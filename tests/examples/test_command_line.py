@@ -244,4 +244,4 @@ def test_only_exceptions_use_argparse() -> None:
         for path in (ROOT / folder).rglob("*.py")
         if "import argparse" in path.read_text()
     }
-    assert found == {"scripts/gpu_check.py"}
+    assert found == {"benchmarks/gpu/command.py"}
