@@ -26,7 +26,7 @@ import torch.distributed as dist  # noqa: E402
 from card import DEVICE, Card, Mirror, Watch  # noqa: E402
 
 import accordion_hvd.torch as hvd  # noqa: E402
-from accordion_hvd import ScaleCom, parse  # noqa: E402
+from accordion_hvd import ScaleCom, compressors, parse  # noqa: E402
 from accordion_hvd.comm.torch_distributed.process_sets import of_group  # noqa: E402
 from accordion_hvd.ddp import BucketReducer  # noqa: E402
 from accordion_hvd.engine.guard import Guard  # noqa: E402
@@ -37,10 +37,13 @@ from accordion_hvd.torch import engines, hooked  # noqa: E402
 
 TABLE = Path(__file__).with_name("gpu_gate.csv")
 OPERATIONS = Path(__file__).with_name("gpu_operations.csv")
+PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 SPECS = (
     "dense", "fp16", "bf16", "topk:0.01", "randomk:0.01", "threshold:0.02", "adacomp:50",
     "scalecom:0.01", "dgc:0.01", "stc:0.01", "powersgd:1", "powersgd:4", "powersgd:4,alternate",
     "qsgd:4", "terngrad", "natural", "int8", "signsgd", "efsignsgd", "onebit", "sketchedsgd",
+    "lgc:0.01", "ef21(topk(0.01))", "diana(qsgd(4))", "ErrorFeedback(QSGD(4))",
+    "Gathered(TopK(0.01))", "Momentum(TopK(0.01))", "TwoLevel(TopK(0.01))",
     "Accordion(low=PowerSGD(4), high=PowerSGD(1))",
 )  # fmt: skip
 FEW = ("dense", "topk:0.01", "powersgd:4")
@@ -187,6 +190,12 @@ def test_a_step_runs_no_more_operations_than_are_listed(spec: str) -> None:
     with open(OPERATIONS, newline="") as file:
         listed = {row["spec"]: [int(row["12"]), int(row["48"])] for row in csv.DictReader(file)}
     assert found == listed[spec], "the list only shrinks: see GPU_GATE"
+    assert f"| `{spec}` | {found[0]} | {found[1]} |" in PAGE.read_text()
+
+
+def test_the_gate_takes_every_compressor() -> None:
+    mine = {type(parse(spec)).__name__ for spec in SPECS}
+    assert mine - {"Accordion"} == set(compressors.__all__)
 
 
 PLANTED = {
