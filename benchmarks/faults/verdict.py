@@ -137,8 +137,9 @@ def _problem(
         return f"weights differ after step {differing(case, launch)}"
     if row["seconds"] is not None and row["seconds"] > case.limit:
         return f"took more than {case.limit:g} s"
-    told = launch.events.keys() - ({case.rank} if case.expected == ENDS else set())
-    errors = [found["text"] for number in told if (found := launch.first(number, "error"))]
+    faulty = launches[0 if case.place != "files" else -1]  # the launch with the fault
+    told = faulty.events.keys() - ({case.rank} if case.expected == ENDS else set())
+    errors = [found["text"] for number in told if (found := faulty.first(number, "error"))]
     if case.says and not (errors and all(re.search(case.says, error) for error in errors)):
         return "an error says something else"
     check = _CHECKS.get(case.expected, _check_training)

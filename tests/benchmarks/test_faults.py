@@ -97,6 +97,12 @@ def test_other_errors_than_expected_are_a_problem() -> None:
     assert verdict.judge(case, [launch], [])["problem"] == "an error says something else"
     case = dataclasses.replace(case, says="Lost")
     assert verdict.judge(case, [launch], [])["problem"] == ""
+    ended = events(("step", 2, 5), ("end", 3, 0))
+    resumed = Launch({0: ended, 1: ended}, {0: 3.0, 1: 3.0}, 0)
+    case = dataclasses.replace(case, resumed_on=2)
+    assert not verdict.judge(case, [launch, resumed], [])["problem"]
+    case = dataclasses.replace(case, says="disagree")
+    assert verdict.judge(case, [launch, resumed], [])["problem"] == "an error says something else"
 
 
 def test_errors_on_the_page() -> None:
