@@ -287,22 +287,16 @@ def _unproject(total: Tensor, grad: Tensor, p: Tensor, q: Tensor) -> None:
 def fold(x: Tensor, signs: Tensor) -> Tensor:
     """Return a sketch of the vector `x`; see `accordion_hvd.ops.numpy`."""
     columns, total = len(signs) - 2 * FOLDS, torch.zeros_like(signs)
-    whole, done = 0, 0
+    count = -(-x.numel() // columns)
     if x.device.type != "cpu":  # a few kernels instead of one per block
-        whole = x.numel() // columns
-        done = whole * columns
-        windows = signs.as_strided((whole, columns), (1, 1), signs.storage_offset() + FOLDS)
-        total[:columns] = (x[:done].view(whole, columns) * windows).mT @ signs[:whole]
-        flips = [signs[whole : whole + 1]] if done < x.numel() else []
-    else:
-        flips = signs[: -(-x.numel() // columns)].tolist()
-    for i, flip in enumerate(flips, whole):
+        x = pad_last(x, count * columns).view(count, columns)
+        windows = signs.as_strided((count, columns), (1, 1), signs.storage_offset() + FOLDS)
+        total[:columns] = (x * windows).to(signs.dtype).mT @ signs[:count]
+        return total
+    for i, sign in enumerate(signs[:count].tolist()):
         part = x[i * columns : (i + 1) * columns]
         window = signs[FOLDS + i : FOLDS + i + part.numel()]
-        if whole:
-            total[: part.numel()] += part * window * flip
-        else:
-            total[: part.numel()].addcmul_(part, window, value=flip)
+        total[: part.numel()].addcmul_(part, window, value=sign)
     return total
 
 

@@ -746,7 +746,8 @@ def test_flags_on_an_accelerator() -> None:
                 assert xp.nonfinite(projected).inner.item() == flag
                 assert bool(torch.isfinite(total.inner).all())
         for size in (1099, 1100, 69_999, 70_000):
-            folded = xp.fold(card(LONG[:size]), card(SIGNS)).inner.numpy()
-            wanted = NUMPY.xp.fold(LONG[:size], SIGNS)
-            np.testing.assert_allclose(folded, wanted, rtol=1e-5, atol=1e-4)
+            for dtype in (np.float16, np.float32, np.float64):
+                x = LONG[:size].astype(dtype)
+                folded = xp.fold(card(x), card(SIGNS)).inner.numpy()
+                np.testing.assert_allclose(folded, NUMPY.xp.fold(x, SIGNS), rtol=1e-5, atol=1e-4)
     assert not watch.waits

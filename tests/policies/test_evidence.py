@@ -11,12 +11,14 @@ import pytest
 from frameworks import NUMPY, Framework, parameters
 
 from accordion_hvd import Dense, PowerSGD, TopK, namespace, simulate
+from accordion_hvd.engine import plan
 from accordion_hvd.ops.spec import FOLDS, Spec
 from accordion_hvd.policies import efficiency
 from accordion_hvd.policies.base import Seen
 from accordion_hvd.policies.decision import Decision
 from accordion_hvd.policies.efficiency import FEW, SAMPLE, Efficiency, EfficiencyWeights
 from accordion_hvd.policies.evidence import (
+    SKETCHED,
     CompressionError,
     Evidence,
     GradientSums,
@@ -141,6 +143,10 @@ def test_evidence_of_ones_own_beside_sums(framework: Framework) -> None:
             exact, total = total, NUMPY.xp.fold(total.reshape(-1), kept[1])
             assert np.linalg.norm(total) == pytest.approx(np.linalg.norm(exact), rel=0.1)
         assert seen["gradients"][name] == pytest.approx(np.linalg.norm(total), rel=1e-4)
+
+
+def test_no_bucket_with_a_sketch_shares_a_batch() -> None:
+    assert SKETCHED >= plan.SMALL
 
 
 def test_sketches_change_decisions_only_near_the_threshold() -> None:
