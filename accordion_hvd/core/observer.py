@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from accordion_hvd.engine.buckets import Bucket
+    from accordion_hvd.engine.exchange import Exchange
+    from accordion_hvd.engine.step import Step
 
 
 class Observer:
@@ -34,7 +39,7 @@ class Observer:
     needed_alone: bool = False
     needs_dense: bool = False
 
-    def extending(self, exchange: Any, buckets: Sequence[Any]) -> None:
+    def extending(self, exchange: Exchange, buckets: Sequence[Bucket]) -> None:
         """Handle the event that tensors are about to be added.
 
         Args:
@@ -45,7 +50,7 @@ class Observer:
             ValueError: to refuse the tensors.
         """
 
-    def opening(self, exchange: Any, lr: Mapping[str, float]) -> None:
+    def opening(self, exchange: Exchange, lr: Mapping[str, float]) -> None:
         """Handle the event that a step is about to begin.
 
         Args:
@@ -53,7 +58,7 @@ class Observer:
             lr: learning rate of each bucket, by name.
         """
 
-    def closed(self, exchange: Any, step: Any) -> None:
+    def closed(self, exchange: Exchange, step: Step) -> None:
         """Handle the event that a step is done or undone.
 
         Args:
@@ -61,11 +66,11 @@ class Observer:
             step: the step.
         """
 
-    def due(self, exchange: Any) -> bool:
+    def due(self, exchange: Exchange) -> bool:
         """Return whether a decision is due before the next step; equal on all ranks."""
         return False
 
-    def decide(self, exchange: Any) -> Generator[Any, Any, None]:
+    def decide(self, exchange: Exchange) -> Generator[Any, Any, None]:
         """Take a decision; a generator that yields requests and runs on all ranks."""
         yield from ()
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from accordion_hvd.core.base import Tensor
 from accordion_hvd.engine.bucket_state import BatchState, BucketState
 from accordion_hvd.engine.buckets import fingerprint
 from accordion_hvd.engine.plan import Plan, make_plan
 from accordion_hvd.engine.step import Step
+
+if TYPE_CHECKING:
+    from accordion_hvd.engine.exchange import Exchange
 
 
 class BucketBatches:
@@ -27,7 +30,7 @@ class BucketBatches:
         period: number of steps after which all phases that repeat do so together.
     """
 
-    def __init__(self, exchange: Any, limit: float | None = None) -> None:
+    def __init__(self, exchange: Exchange, limit: float | None = None) -> None:
         self.keep_buffers = False
         self.memory: list[BatchState] = []
         self.period = 1

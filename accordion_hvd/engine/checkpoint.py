@@ -136,7 +136,7 @@ def load_state(directory: str | Path, only: Sequence[Any] = ()) -> None:
     _on_all_ranks(lead, lambda: _restore(folder, manifest, chosen), doing)
 
 
-def describe(exchange: Any) -> dict[str, Any]:
+def describe(exchange: Exchange) -> dict[str, Any]:
     """Return the values that are equal on all ranks."""
     if isinstance(exchange, Keeper):
         return exchange.describe()
@@ -345,7 +345,7 @@ def _complete(folder: Path, chosen: Sequence[Any], rows: list[dict[str, Any]]) -
     files.remove_old(folder.parent)
 
 
-def _arrays(exchange: Any, prefix: str) -> dict[str, np.ndarray]:
+def _arrays(exchange: Exchange, prefix: str) -> dict[str, np.ndarray]:
     if isinstance(exchange, Keeper):
         return {prefix + key: value for key, value in exchange.export().items()}
     return named(saved_of(exchange), prefix)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accordion_hvd.comm.agreement import share
 from accordion_hvd.policies import decision
+
+if TYPE_CHECKING:
+    from accordion_hvd.engine.exchange import Exchange
 
 
 class Decisions:
     """The decisions that an exchange's policy and its observers take between two steps."""
 
-    def __init__(self, exchange: Any) -> None:
+    def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
 
     def due(self, rates: Mapping[str, float]) -> bool:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accordion_hvd.core.base import Tensor
 from accordion_hvd.engine.bucket_state import BatchState, BucketState
 from accordion_hvd.policies.evidence import Evidence, Step
+
+if TYPE_CHECKING:
+    from accordion_hvd.engine.exchange import Exchange
 
 
 class EvidenceCollector:
@@ -18,7 +21,7 @@ class EvidenceCollector:
             Graphs need this: with a sum that stops, they would have to be traced again.
     """
 
-    def __init__(self, exchange: Any) -> None:
+    def __init__(self, exchange: Exchange) -> None:
         self._exchange, self.always = exchange, False
 
     @property

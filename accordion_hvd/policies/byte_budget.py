@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accordion_hvd import check
 from accordion_hvd.core.observer import Observer
 from accordion_hvd.policies.cost_model import averaging_share, bytes_sent
 from accordion_hvd.policies.critical_regimes import HIGH, LOW
 from accordion_hvd.policies.decision import Decision
+
+if TYPE_CHECKING:
+    from accordion_hvd.engine.buckets import Bucket
+    from accordion_hvd.engine.exchange import Exchange
 
 MEGABYTE = 1e6
 OVER = "over the budget"
@@ -32,7 +36,7 @@ class ByteBudget(Observer):
         self._exempt = 0.0  # bytes per exchange of the buckets exempt from the policy
         self._models = 0.0  # bytes per step while models are averaged
 
-    def extending(self, exchange: Any, buckets: Sequence[Any]) -> None:
+    def extending(self, exchange: Exchange, buckets: Sequence[Bucket]) -> None:
         """Compute the bytes of each level; refuse tensors that exceed the budget at all levels."""
         ranks = exchange.communicator.size
 

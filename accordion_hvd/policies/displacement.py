@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,10 @@ from accordion_hvd.policies.critical_regimes import HIGH, LOW
 from accordion_hvd.policies.decision import Decision
 from accordion_hvd.policies.evidence import Evidence, Reading, weight_norms
 from accordion_hvd.policies.windows import Windowed
+
+if TYPE_CHECKING:
+    from accordion_hvd.engine.bucket_state import BucketState
+    from accordion_hvd.engine.exchange import Exchange
 
 COLUMNS = 256
 BOUND, RELEASE = 0.06, 1 / 3
@@ -36,7 +40,7 @@ class RelativeResidual(Evidence):
     key = "relative residuals"
     needs_optimizer = True
 
-    def read(self, exchange: Any) -> Reading:
+    def read(self, exchange: Exchange) -> Reading:
         """Return the relative norm for each bucket, after the last step; one allreduce."""
         entries = [entry for entry in exchange.bucket_states if entry.bucket.compress]
         if not entries:
@@ -50,7 +54,7 @@ class RelativeResidual(Evidence):
         effects = zip(_gains(exchange, entries).items(), norms, strict=True)
         return {name: _ratio(gain * norm, weights[name]) for (name, gain), norm in effects}
 
-    def _sketch(self, exchange: Any, entry: Any) -> Any:
+    def _sketch(self, exchange: Exchange, entry: BucketState) -> Any:
         """Return the count sketch of this rank's residual; zeros if there is no residual."""
         xp, size, device = exchange.xp, entry.bucket.size, entry.spec.device
         residual = entry.residual(exchange.info(entry))
@@ -130,7 +134,7 @@ class Displacement(Windowed):
         return row
 
 
-def _gains(exchange: Any, entries: Sequence[Any]) -> dict[str, float]:
+def _gains(exchange: Exchange, entries: Sequence[BucketState]) -> dict[str, float]:
     """Return the mean gain of each bucket's tensors."""
     tensors = {e.bucket.name: [exchange.tensors[i].name for i in e.bucket.members] for e in entries}
     gains = exchange.gains([name for names in tensors.values() for name in names])

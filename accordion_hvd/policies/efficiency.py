@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from accordion_hvd.core.base import Allreduce, Compressor, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.policies.evidence import Evidence, Reading, Step
+
+if TYPE_CHECKING:
+    from accordion_hvd.engine.bucket_state import BucketState
+    from accordion_hvd.engine.exchange import Exchange
 
 SAMPLE = 1 << 14
 """Largest number of elements of a bucket that are compared."""
@@ -51,7 +55,7 @@ class Efficiency(Evidence):
         """Return whether the compressor serves each bucket in a shape of its own."""
         return compressor.batching != "any" and not compressor.sharded
 
-    def zeros(self, entry: Any) -> Tensor:
+    def zeros(self, entry: BucketState) -> Tensor:
         """Return zeros for the samples of g and u, the sums of gradients, and the other sums."""
         length, few = _lengths(entry.bucket.size)
         return entry.spec.zeros((2 * length + 2 * few + SUMS,))
@@ -71,7 +75,7 @@ class Efficiency(Evidence):
         g, _, *rest = _parts(kept, step, step.mean)
         return xp.reshape(xp.concat([g, _sample(step.mean, step), *rest], 1), xp.shape(kept))
 
-    def read(self, exchange: Any) -> Reading:
+    def read(self, exchange: Exchange) -> Reading:
         """Return the efficiency of each bucket with significant sums; one allreduce."""
         sums = yield from _significant(exchange)
         return {name: sent / own for name, (own, sent) in sums.items()}
@@ -82,13 +86,13 @@ class EfficiencyWeights(Evidence):
 
     key = "efficiency weights"
 
-    def read(self, exchange: Any) -> Reading:
+    def read(self, exchange: Exchange) -> Reading:
         """Return the sum of each bucket with significant sums; one allreduce."""
         sums = yield from _significant(exchange)
         return {name: own for name, (own, _) in sums.items()}
 
 
-def _significant(exchange: Any) -> Any:
+def _significant(exchange: Exchange) -> Any:
     """Return bucket -> (sum of <g', g>, sum of <g', u>), means over the ranks, on rank 0."""
     entries = [entry for entry in exchange.bucket_states if entry.bucket.compress]
     if not entries:

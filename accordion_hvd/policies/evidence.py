@@ -12,13 +12,17 @@ import statistics
 import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from accordion_hvd.core.base import Compressor, State, Tensor
 from accordion_hvd.ops import namespace, random
 from accordion_hvd.ops.spec import FOLDS
+
+if TYPE_CHECKING:
+    from accordion_hvd.engine.bucket_state import BucketState
+    from accordion_hvd.engine.exchange import Exchange
 
 Reading = Generator[Any, Any, dict[str, float]]
 """A generator that yields collectives and returns bucket -> number."""
@@ -71,7 +75,7 @@ class Evidence:
     of_level: bool = False
     tolerates_nonfinite: bool = False
 
-    def zeros(self, entry: Any) -> Tensor:
+    def zeros(self, entry: BucketState) -> Tensor:
         """Return the tensor of a bucket (a `BucketState`) at the start of a window."""
         raise NotImplementedError
 
@@ -87,7 +91,7 @@ class Evidence:
         """Return the new tensor, given a step's results; may consume `kept` (see `ops`)."""
         return kept
 
-    def read(self, exchange: Any) -> Reading:
+    def read(self, exchange: Exchange) -> Reading:
         """Return a number for each bucket when a decision is due; runs on all ranks.
 
         The result omits buckets without a tensor. On ranks other than 0 it is empty.
@@ -126,7 +130,7 @@ class GradientSums(Evidence):
     def __init__(self, signal: str = "local", everywhere: bool = False) -> None:
         self.signal, self.everywhere = signal, everywhere
 
-    def zeros(self, entry: Any) -> Tensor:
+    def zeros(self, entry: BucketState) -> Tensor:
         spec, size = entry.spec, entry.bucket.size
         if size <= SKETCHED:
             return spec.zeros(entry.bucket.shape)
@@ -155,7 +159,7 @@ class GradientSums(Evidence):
         sums, signs = xp.unstack(kept)
         return xp.stack([sums + xp.fold(xp.reshape(x, (-1,)), signs), signs])
 
-    def read(self, exchange: Any) -> Reading:
+    def read(self, exchange: Exchange) -> Reading:
         yield from ()
         norms = {}
         for entry in exchange.bucket_states:
@@ -177,7 +181,7 @@ class StateNorms(Evidence):
     def __init__(self, of: str) -> None:
         self.of = of
 
-    def read(self, exchange: Any) -> Reading:
+    def read(self, exchange: Exchange) -> Reading:
         yield from ()
         xp, norms = exchange.xp, {}
         for entry in exchange.bucket_states if exchange.communicator.rank == 0 else ():
@@ -196,7 +200,7 @@ class CompressionError(Evidence):
 
     key = "errors"
 
-    def zeros(self, entry: Any) -> Tensor:
+    def zeros(self, entry: BucketState) -> Tensor:
         """Return zeros for two sums of squares, of x and of x - C(x)."""
         return entry.spec.zeros((2,))
 
@@ -217,7 +221,7 @@ class CompressionError(Evidence):
         residual = step.compressor.residual(step.state)
         return kept if residual is None else _add_square(kept, residual, step.buckets, place=1)
 
-    def read(self, exchange: Any) -> Reading:
+    def read(self, exchange: Exchange) -> Reading:
         """Return the relative errors; 0 if all gradients were zero."""
         yield from ()
         errors = {}
@@ -257,13 +261,13 @@ class StepTimes(Evidence):
         """Forget all times; the next measured step begins at the next `note`."""
         self.times, self._last = [], None
 
-    def read(self, exchange: Any) -> Reading:
+    def read(self, exchange: Exchange) -> Reading:
         """Return the median; an empty dict before the second step."""
         yield from ()
         return {self.JOB: statistics.median(self.times)} if self.times else {}
 
 
-def weight_norms(exchange: Any) -> dict[str, float]:
+def weight_norms(exchange: Exchange) -> dict[str, float]:
     """Return the norm of the weights of each bucket that the policy serves."""
     xp, weights, norms = exchange.xp, exchange.replicas(), {}
     for entry in exchange.bucket_states:
@@ -273,7 +277,7 @@ def weight_norms(exchange: Any) -> dict[str, float]:
     return numbers(exchange, norms)
 
 
-def kept(exchange: Any, evidence: Evidence) -> Iterator[tuple[str, Tensor]]:
+def kept(exchange: Exchange, evidence: Evidence) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the accumulated tensor of each bucket that has one."""
     for entry in exchange.bucket_states:
         tensor = entry.evidence.get(evidence.key)
@@ -281,7 +285,7 @@ def kept(exchange: Any, evidence: Evidence) -> Iterator[tuple[str, Tensor]]:
             yield entry.bucket.name, tensor
 
 
-def numbers(exchange: Any, scalars: Mapping[str, Tensor]) -> dict[str, float]:
+def numbers(exchange: Exchange, scalars: Mapping[str, Tensor]) -> dict[str, float]:
     """Return scalar tensors as numbers, copied from the device in one transfer."""
     if not scalars:
         return {}

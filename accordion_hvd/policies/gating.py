@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accordion_hvd.comm.agreement import share
 from accordion_hvd.comm.fp16_reduction import choose_by
@@ -13,6 +13,10 @@ from accordion_hvd.core.observer import Observer
 from accordion_hvd.policies.advice import Advice
 from accordion_hvd.policies.cost_model import bytes_sent
 from accordion_hvd.policies.gate import Cost, Gate, is_lossy, probe
+
+if TYPE_CHECKING:
+    from accordion_hvd.engine.exchange import Exchange
+    from accordion_hvd.engine.step import Step
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +33,7 @@ class Gating(Observer):
         self._bytes: dict[str, dict[str, float]] = {}  # bucket -> fallback -> bytes
         self._weight = 1
 
-    def due(self, exchange: Any) -> bool:
+    def due(self, exchange: Exchange) -> bool:
         """Return `Gate.due`. If the batch size has changed, old measurements are void: restart."""
         weight = exchange.policy.observers.weight
         if weight != self._weight:
@@ -38,7 +42,7 @@ class Gating(Observer):
         self.gate.tick(exchange.steps)
         return self.gate.due(exchange.steps, wanted(exchange))
 
-    def decide(self, exchange: Any) -> Generator[Any, Any, None]:
+    def decide(self, exchange: Exchange) -> Generator[Any, Any, None]:
         """Measure the link if the gate needs it, let rank 0 decide, and apply the decision."""
         gate, communicator = self.gate, exchange.communicator
         levels, link = wanted(exchange), None
@@ -62,7 +66,7 @@ class Gating(Observer):
     def measures(self) -> bool:  # type: ignore[override]
         return self.gate.measuring
 
-    def closed(self, exchange: Any, step: Any) -> None:
+    def closed(self, exchange: Exchange, step: Step) -> None:
         """Add the seconds and bytes of a step's calls to the totals, after the start-up steps."""
         if not step.measuring or startup(exchange):
             return
@@ -76,7 +80,7 @@ class Gating(Observer):
                 sent += part * step.spent(index)[1]
                 self._totals[bucket.name] = (seconds, sent, steps + 1)
 
-    def _costs(self, exchange: Any) -> dict[str, Cost]:
+    def _costs(self, exchange: Exchange) -> dict[str, Cost]:
         """Return the mean cost per step of each bucket since the last decision."""
         ranks, costs = exchange.communicator.size, {}
         for entry in _compressed(exchange):
@@ -99,23 +103,23 @@ class Gating(Observer):
             }
         return self._bytes[bucket.name]
 
-    def advice(self, exchange: Any) -> Advice:
+    def advice(self, exchange: Exchange) -> Advice:
         return self.gate.advice(names(exchange))
 
 
-def wanted(exchange: Any) -> dict[str, int]:
+def wanted(exchange: Exchange) -> dict[str, int]:
     """Return bucket -> the level that the policy wants."""
     buckets = (entry.bucket.name for entry in _compressed(exchange))
     return {name: exchange.policy.level(name) for name in buckets}
 
 
-def names(exchange: Any) -> dict[str, str]:
+def names(exchange: Exchange) -> dict[str, str]:
     """Return bucket -> the compressor that the policy wants, as text."""
     levels = exchange.policy.levels
     return {name: repr(levels(name)[level]) for name, level in wanted(exchange).items()}
 
 
-def startup(exchange: Any) -> int:
+def startup(exchange: Exchange) -> int:
     """Return the start-up steps left for the wanted compressors; see `Compressor.startup_steps`."""
     levels, left = wanted(exchange), [0]
     for entry in _compressed(exchange):
@@ -129,5 +133,5 @@ def startup(exchange: Any) -> int:
     return max(left)
 
 
-def _compressed(exchange: Any) -> list[Any]:
+def _compressed(exchange: Exchange) -> list[Any]:
     return [entry for entry in exchange.bucket_states if entry.bucket.compress]

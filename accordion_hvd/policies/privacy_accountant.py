@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accordion_hvd.core.base import Compressor
 from accordion_hvd.core.observer import Observer
+
+if TYPE_CHECKING:
+    from accordion_hvd.engine.buckets import Bucket
+    from accordion_hvd.engine.exchange import Exchange
 
 
 class PrivacyAccountant(Observer):
@@ -19,7 +23,7 @@ class PrivacyAccountant(Observer):
     def __init__(self, policy: Any, compressor: Compressor) -> None:
         self.policy, self.compressor = policy, compressor
 
-    def extending(self, exchange: Any, buckets: Sequence[Any]) -> None:
+    def extending(self, exchange: Exchange, buckets: Sequence[Bucket]) -> None:
         """Raise ValueError if a tensor would be sent outside the protected vector."""
         if exchange.skip:
             raise ValueError(
@@ -34,7 +38,7 @@ class PrivacyAccountant(Observer):
                 "and exist from the first step."
             )
 
-    def opening(self, exchange: Any, lr: Mapping[str, float]) -> None:
+    def opening(self, exchange: Exchange, lr: Mapping[str, float]) -> None:
         self.compressor.spend()
 
     def affords(self) -> bool:

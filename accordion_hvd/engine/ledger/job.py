@@ -6,9 +6,12 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import accordion_hvd
+
+if TYPE_CHECKING:
+    from accordion_hvd.engine.exchange import Exchange
 
 
 class Job:
@@ -29,7 +32,7 @@ class Job:
         self.policy: Any = None
         self._began = self.until = time.time()
 
-    def join(self, exchange: Any) -> None:
+    def join(self, exchange: Exchange) -> None:
         communicator = exchange.communicator
         self.begun, self.policy = True, exchange.policy
         self.rank, self.ranks = communicator.rank, communicator.size

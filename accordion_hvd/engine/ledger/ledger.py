@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -25,6 +25,11 @@ from accordion_hvd.engine.ledger.series import PARTS, Series, thinned
 from accordion_hvd.engine.ledger.sinks import Sink
 from accordion_hvd.policies.advice import Link
 from accordion_hvd.policies.decision import plain
+
+if TYPE_CHECKING:
+    from accordion_hvd.engine.bucket_state import BucketState
+    from accordion_hvd.engine.exchange import Exchange
+    from accordion_hvd.engine.step import Step
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +130,7 @@ class Ledger:
         self._exchange: Callable[[], Any] = lambda: None
 
     # --------------------------------------------------------------------------- the exchange
-    def attach(self, exchange: Any) -> None:
+    def attach(self, exchange: Exchange) -> None:
         """Begin to record the steps of `exchange`, which may replace an earlier exchange."""
         begins = not self.job.begun
         self.job.join(exchange)
@@ -154,7 +159,7 @@ class Ledger:
             return False
         return True
 
-    def moved(self, exchange: Any) -> None:
+    def moved(self, exchange: Exchange) -> None:
         """Record that the exchange connects other ranks now."""
         self.job.join(exchange)
         self.event("ranks", exchange.steps, ranks=self.job.ranks)
@@ -163,13 +168,13 @@ class Ledger:
         """Record that the exchange serves these buckets (`BucketState`)."""
         self.job.add_buckets(entries)
 
-    def switched(self, entry: Any, step: int) -> None:
+    def switched(self, entry: BucketState, step: int) -> None:
         """Record that a bucket has another compressor before exchange number `step`."""
         self.job.buckets[entry.bucket.name]["compressor"] = repr(entry.compressor)
         self.event("level", step, bucket=entry.bucket.name, compressor=repr(entry.compressor))
 
     # ------------------------------------------------------------------------------- one step
-    def open(self, exchange: Any) -> None:
+    def open(self, exchange: Exchange) -> None:
         if self.enabled:
             self.samples.begin(exchange)
         else:
@@ -179,7 +184,7 @@ class Ledger:
         """Add seconds to a part of the present step."""
         self._parts[part] += seconds
 
-    def close(self, exchange: Any, step: Any) -> None:
+    def close(self, exchange: Exchange, step: Step) -> None:
         """Record a step whose exchange has ended, with its fusion groups."""
         if not self.enabled:
             return
@@ -192,7 +197,7 @@ class Ledger:
         skipped = float(step.bad is True)
         self._record(exchange, 1, step.traffic.sent, flight, skipped, groups)
 
-    def executed(self, exchange: Any, steps: int, sent: float, seconds: float) -> None:
+    def executed(self, exchange: Exchange, steps: int, sent: float, seconds: float) -> None:
         """Record steps that a graph has executed since the last call.
 
         Args:
@@ -205,7 +210,7 @@ class Ledger:
 
     def _record(
         self,
-        exchange: Any,
+        exchange: Exchange,
         steps: int,
         sent: float,
         flight: float,
@@ -350,7 +355,7 @@ def _sent_over_tcp() -> float:
     return sum(x.sent for x in tcp.connections())
 
 
-def _groups(exchange: Any, step: Any) -> list[dict[str, Any]]:
+def _groups(exchange: Exchange, step: Step) -> list[dict[str, Any]]:
     """Return the costs of the fusion groups of a step."""
     plan, states = exchange.bucket_batches.plan, exchange.bucket_states
     rows = []

@@ -6,12 +6,16 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accordion_hvd.comm.local import LocalCommunicator
 from accordion_hvd.comm.traffic import Traffic
 from accordion_hvd.core.base import Compressor, Info, State, Tensor
 from accordion_hvd.engine.ledger.series import thinned
+
+if TYPE_CHECKING:
+    from accordion_hvd.engine.bucket_state import BatchState, BucketState
+    from accordion_hvd.engine.exchange import Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -60,14 +64,14 @@ class Samples:
         self._sent: dict[tuple[str, str], float] = {}
         self._open: dict[str, tuple[Any, Any]] = {}  # bucket -> |x|, |x - C(x)| if it is known
 
-    def begin(self, exchange: Any) -> None:
+    def begin(self, exchange: Exchange) -> None:
         """Begin a step of an exchange, and decide whether to measure it."""
         step = exchange.steps + 1
         interval = EVERY << (step // OFTEN).bit_length()  # doubles as often as the steps double
         self.measuring = not self._failed and (step in EARLY or step % interval == 0)
         self._open.clear()
 
-    def before(self, exchange: Any, batch_state: Any, grad: Tensor) -> None:
+    def before(self, exchange: Exchange, batch_state: BatchState, grad: Tensor) -> None:
         """Measure a bucket batch before its exchange; `grad` is only read.
 
         Nothing is measured in graphs, and nothing of a private method, because it would reveal
@@ -81,7 +85,7 @@ class Samples:
             text = f"{type(error).__name__}: {error}"
             logger.warning("accordion_hvd: errors are not measured any more (%s).", text)
 
-    def _measure(self, exchange: Any, batch_state: Any, grad: Tensor) -> None:
+    def _measure(self, exchange: Exchange, batch_state: BatchState, grad: Tensor) -> None:
         xp = exchange.xp
         if batch_state.entries[0].compressor.private or xp.symbolic(grad):
             return
@@ -99,7 +103,7 @@ class Samples:
             for shadow in self.shadows:
                 self._follow(exchange, entry, shadow, x, info)
 
-    def after(self, exchange: Any) -> None:
+    def after(self, exchange: Exchange) -> None:
         """Measure the residuals after a step that is complete."""
         if not self._open:
             return
@@ -124,7 +128,9 @@ class Samples:
         }
         return {"columns": columns, "buckets": self.rows, "shadows": shadows}
 
-    def _follow(self, exchange: Any, entry: Any, shadow: Compressor, x: Tensor, info: Info) -> None:
+    def _follow(
+        self, exchange: Exchange, entry: BucketState, shadow: Compressor, x: Tensor, info: Info
+    ) -> None:
         """Let a shadow compress x, with the state of its last step but without error feedback."""
         name, xp, ranks = repr(shadow), exchange.xp, exchange.communicator.size
         key = name, entry.bucket.name
@@ -138,7 +144,12 @@ class Samples:
 
 
 def _compress(
-    xp: Any, entry: Any, compressor: Compressor, x: Tensor, info: Info, state: State | None = None
+    xp: Any,
+    entry: BucketState,
+    compressor: Compressor,
+    x: Tensor,
+    info: Info,
+    state: State | None = None,
 ) -> tuple[Tensor, State]:
     """Return |x - C(x)| on a single rank, and the new state without a residual."""
     info = _late(compressor, info, 1)
@@ -153,7 +164,7 @@ def _compress(
 
 
 def _bytes_sent(
-    xp: Any, entry: Any, compressor: Compressor, x: Tensor, info: Info, ranks: int
+    xp: Any, entry: BucketState, compressor: Compressor, x: Tensor, info: Info, ranks: int
 ) -> float:
     """Return the bytes that one of several ranks would send."""
     info, traffic = _late(compressor, info, ranks), Traffic()
@@ -177,7 +188,7 @@ def _measurable(compressor: Compressor) -> bool:
     return plain and alone and not needs
 
 
-def _parts(xp: Any, batch_state: Any, grad: Tensor) -> Iterator[tuple[Any, Tensor]]:
+def _parts(xp: Any, batch_state: BatchState, grad: Tensor) -> Iterator[tuple[Any, Tensor]]:
     """Yield the buckets of a batch with their gradients."""
     entries = batch_state.entries
     if not batch_state.stacked:
