@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from forked import modules_of
-from launch import END, RANKS, checks_of, command_for, launch, need, ranks
+from launch import END, RANKS, Outcome, Report, checks_of, command_for, launch, need, ranks
 
 from benchmarks import processes
 
@@ -147,6 +147,14 @@ def test_a_rank_that_fails_is_named(launcher: str, forked: bool) -> None:
     assert later and "not reached" in later
     assert "rank 1 failed in check_fails_on_rank_1" in later
     assert report.problem(END)
+
+
+def test_the_output_is_told_if_no_rank_has_begun() -> None:
+    """Of a rank that fails in a check, the output stands at that check only."""
+    early = Report(["horovodrun"], 2, {"(init)": {0: Outcome("begin")}}, status=1, output="why")
+    assert (early.problem("check_it") or "").endswith("why")
+    late = Report(["horovodrun"], 2, {"check_a": {0: Outcome("fail")}}, status=1, output="why")
+    assert "why" not in (late.problem("check_it") or "")
 
 
 @pytest.mark.launch

@@ -98,7 +98,7 @@ class Report:
         lines = [f"{check}: {self._verdict(told)}", f"command: {' '.join(self.command)}"]
         failed = [(r, o) for r, o in sorted(told.items()) if o.status == "fail"]
         lines += [f"--- rank {rank} failed:\n{outcome.text}" for rank, outcome in failed]
-        if not told and self.culprits():
+        if not told and self.culprits() and not self._ends_early():
             return "\n".join([f"{check}: not reached; {self._verdict({})}", *self.culprits()])
         for rank in range(self.ranks):
             state = told[rank].status if rank in told else "not reached"
@@ -106,6 +106,10 @@ class Report:
             if rank in self.batching and not failed:
                 lines.append(f"--- rank {rank} was here:\n{self.batching[rank][-_TAIL:]}")
         return "\n".join([*lines, "--- output:", self.output[-_TAIL:]])
+
+    def _ends_early(self) -> bool:
+        """Return whether no rank has come to its first check, so that no test tells the output."""
+        return set(self.outcomes) <= {"(init)"}
 
     def _has_crashed(self, rank: int) -> bool:
         return "Fatal Python error" in self.batching.get(rank, "")
