@@ -288,7 +288,7 @@ def fold(x: Tensor, signs: Tensor) -> Tensor:
     """Return a sketch of the vector `x`; see `accordion_hvd.ops.numpy`."""
     columns, total = len(signs) - 2 * FOLDS, torch.zeros_like(signs)
     count = -(-x.numel() // columns)
-    if x.device.type != "cpu":  # a few kernels instead of one per block
+    if x.device.type != "cpu" or x.numel() < _BLOCK:  # a few kernels, not one for each block
         x = pad_last(x, count * columns).view(count, columns)
         windows = signs.as_strided((count, columns), (1, 1), signs.storage_offset() + FOLDS)
         total[:columns] = (x * windows).to(signs.dtype).mT @ signs[:count]
