@@ -33,8 +33,8 @@ class Accordion(Windowed):
 
     1. Training is divided into windows, normally epochs. In window e, rank 0 adds up its own
        uncompressed gradients of the layer. Let n be the Euclidean norm of that sum, and m the same
-       norm `interval` windows earlier. Norms of layers above 65,536 elements are estimates from a
-       sketch of the sum, with an error of 2 % and less (ours: see `GradientSums`).
+       norm `interval` windows earlier. On accelerators, norms of layers above 65,536 elements are
+       estimates from a sketch of the sum, with errors of about 2 % (ours: see `GradientSums`).
     2. At the end of windows 0, `interval`, 2 `interval`, ... (the checks), the layer is critical if
        |m - n| / m >= `threshold`, and also if e = 0, if m = 0 or if a norm is not finite.
     3. The decision holds from the next window on, until the next check. Before the first check, all
