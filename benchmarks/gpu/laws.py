@@ -112,7 +112,7 @@ def _compressor(spec: str, device: str) -> float:
 
 
 def _optimizer(name: str, device: str) -> float:
-    """The same for a compressed optimizer."""
+    """Return the same difference for a compressed optimizer."""
     weights, options = _parameters(device), EARLY.get(name, {})
     optimizer = getattr(hvd, name)(list(weights.items()), lr=1e-2, **options)
     oracle = simulate(getattr(optimizers, name)(**options), hvd.size())

@@ -462,6 +462,22 @@ def check_spikes_cost_a_step() -> None:
                 break
 
 
+def check_spikes_leave_frozen_layers_alone() -> None:
+    """Momentum would move a layer whose gradient is zeros instead of None."""
+    model = network()
+    optimizer = wrapped(model, sgd(model), compression=TopK(0.05))
+    for step, batch in enumerate(batches(5)):
+        frozen = step > 1
+        model[0].requires_grad_(not frozen)
+        before = model[0].weight.detach().clone()
+        optimizer.zero_grad()
+        (loss_of(model, batch) * (1e24 if step == 3 and hvd.rank() == 1 else 1)).backward()
+        optimizer.step()
+        assert torch.equal(before, model[0].weight) == frozen, step
+    assert_same(model)
+    assert optimizer.exchange.skipped == 1
+
+
 def check_sparse_gradients() -> None:
     for as_dense in (False, True):
         torch.manual_seed(0)
