@@ -323,6 +323,23 @@ def check_spikes_cost_a_step() -> None:
         assert state.exchange.skipped == 1 and torch.isfinite(weights(model)).all()
 
 
+def check_spikes_leave_unused_layers_alone() -> None:
+    """Momentum would move a layer whose gradient is zeros instead of None."""
+    model = torch.nn.parallel.DistributedDataParallel(Branches(), find_unused_parameters=True)
+    state = ddp.register(model, TopK(0.2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(5):
+        optimizer.zero_grad()
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
+        before = model.module.odd.weight.detach().clone()
+        loss = model(x, odd=step < 2).square().mean()
+        (loss * (1e24 if step == 3 and dist.get_rank() == 1 else 1)).backward()
+        optimizer.step()
+        assert torch.equal(before, model.module.odd.weight) == (step >= 2), step
+    assert_same(model)
+    assert state.exchange.skipped == 1
+
+
 def check_a_scaler_that_is_not_passed_is_refused() -> None:
     """In the first step that it takes, unless compression keeps nothing that follows the scale."""
     for compression, fits in ((FP16(), True), (TopK(0.2), False)):
