@@ -264,13 +264,13 @@ class Exchange:
         if step.bad is not False:
             self.lost = self._lost(step)
         for index, batch_state in enumerate(self.bucket_batches.memory):
-            if step.bad is True:
-                batch_state.take_back()
-                continue
             absent = step.absent(index)
             members = self.bucket_batches.plan.batches[index].members
             flags = zip(members, absent, strict=False)
             self.absent |= {m: flag for m, flag in flags if flag is not False}
+            if step.bad is True:
+                batch_state.take_back()
+                continue
             mean, state = step.result(index)
             self.results[index] = self._store(batch_state, mean, state, step.bad, absent)
         self.bucket_batches.weigh(step)

@@ -201,7 +201,8 @@ class Step:
         if self._asked is not None and self._asked.ready():
             self._read_shares(self._asked)
             self._asked = None
-            self._answer_all()
+            if self.bad is not True:
+                self._answer_all()
         return self._judged and not self._pending and self._asked is None
 
     def finish(self) -> None:
@@ -289,15 +290,14 @@ class Step:
         """Continue all generators, or undo the step if a flag is set; equal on all ranks."""
         if self._guarded:
             flags = self._xp.concat(self._bad)
-            self.bad = self._xp.exceeds(flags, 0.0)
-            if self.bad is True and not self._xp.exceeds(flags, 2 * LACKS):
-                self.bad = False
+            marked = self._xp.exceeds(flags, 0.0)
+            self.bad = self._xp.exceeds(flags, 2 * LACKS) if marked is True else marked
+            self.broken = self.bad is not False and self._xp.exceeds(flags, 2.0)
+            if self.bad is True:
+                self.take_back()
+            if marked is True:  # lost means, too, are not for tensors that no rank has
                 self._ask()
                 return
-            self.broken = self.bad is not False and self._xp.exceeds(flags, 2.0)
-        if self.bad is True:
-            self.take_back()
-            return
         self._answer_all()
 
     def _answer_all(self) -> None:

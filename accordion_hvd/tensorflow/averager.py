@@ -295,10 +295,11 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         exchange = self.exchange
         exchange.open(lr)
         exchange.bucket_batches.give(grads, weights, marks and tf.constant(marks, tf.float32))
-        if not exchange.finish():
-            return [xp.filled(grad, exchange.lost) for grad in grads]
-        means = enumerate(exchange.bucket_batches.means())
-        return [None if i in exchange.absent else mean for i, mean in means]
+        if exchange.finish():
+            means = exchange.bucket_batches.means()
+        else:
+            means = [xp.filled(grad, exchange.lost) for grad in grads]
+        return [None if i in exchange.absent else mean for i, mean in enumerate(means)]
 
     def _within(
         self, grads: Sequence[Tensor], rate: Rate, weights: Weights, marks: Marks

@@ -430,12 +430,11 @@ class Reducer(GradientAverager[Exchange]):
         if self._scaled:
             factor = factor * self._scale()
         for index, batch in enumerate(self.exchange.bucket_batches.plan.batches):
-            parameters = [self.keys[m] for m in batch.members]
+            kept = [i for i, m in enumerate(batch.members) if m not in self.exchange.absent]
+            parameters = [self.keys[batch.members[i]] for i in kept]
             if finite:
                 means = self.exchange.bucket_batches.unpack(index)
-                if absent := self.exchange.absent.keys() & set(batch.members):
-                    kept = [i for i, m in enumerate(batch.members) if m not in absent]
-                    parameters, means = [parameters[i] for i in kept], [means[i] for i in kept]
+                means = [means[i] for i in kept]
                 if self.total or self._scaled:
                     means = [mean.mul_(factor) for mean in means]
                 exclusive = not self.exchange.bucket_batches.shares(index)

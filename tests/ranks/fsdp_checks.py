@@ -227,6 +227,25 @@ def check_spikes_cost_a_step() -> None:
     assert state.exchange.skipped == 1 and torch.isfinite(weights(model)).all()
 
 
+def check_spikes_leave_unused_layers_alone() -> None:
+    """Momentum would move a layer whose gradient is zeros instead of None."""
+    model = Heads("a", "b")
+    fully_shard(model, mesh=mesh()["shards"])
+    state = fsdp.between(model, mesh()["replicas"], TopK(0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    for step in range(5):
+        optimizer.zero_grad()
+        names = "ab" if step < 2 else "a"
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        spike = 1e24 if step == 3 and dist.get_rank() == 0 else 1.0
+        model({n: torch.randn(40, 40, generator=generator) * spike for n in names}).backward()
+        before = model.weights["b"].full_tensor().detach().clone()
+        optimizer.step()
+        assert torch.equal(before, model.weights["b"].full_tensor()) == (step >= 2), step
+    assert state.exchange.skipped == 1
+    assert_same(model)
+
+
 def check_a_scaler_that_is_not_passed_is_refused() -> None:
     model, _ = sharded(network(), TopK(0.1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -467,6 +467,30 @@ def check_spikes_cost_a_step() -> None:
             assert opt.exchange.skipped == 12
 
 
+def check_spikes_leave_frozen_layers_alone() -> None:
+    """Momentum would move a variable whose gradient is zeros instead of None."""
+    for compression in (TopK(0.1), Uneven()):
+        for graph in (False, True):
+            spike_with_a_frozen_variable(compression, graph)
+
+
+def spike_with_a_frozen_variable(compression: Any, graph: bool) -> None:
+    a, b = pair = [keras.Variable(tf.zeros((40, 40)), name=name) for name in "ab"]
+    opt = hvd.DistributedOptimizer(SGD(1.0, momentum=0.9), compression=compression, guard="off")
+    opt.build(pair)
+    both = stepper(graph, opt, *pair)
+    one = in_graph(graph, lambda grad: opt.apply([grad, None], pair))
+    for step in range(5):
+        spike = 1e24 if step == 3 and hvd.rank() == 1 else 1.0
+        random = np.random.default_rng((step, hvd.rank()))
+        grad = tf.constant(random.standard_normal((40, 40)) * spike, tf.float32)
+        before = [x.numpy() for x in pair]
+        both(grad, grad) if step < 2 else one(grad)
+        moved = [not np.array_equal(x, y.numpy()) for x, y in zip(before, pair, strict=True)]
+        assert moved == [True, step < 2], (compression, graph, step)
+    assert opt.exchange.skipped == 1
+
+
 def check_variables_in_turn() -> None:
     """What is owed to a variable stays owed while its gradient is None, or apply() is without it.
 
