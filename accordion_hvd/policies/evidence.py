@@ -133,7 +133,7 @@ class GradientSums(Evidence):
 
     def zeros(self, entry: BucketState) -> Tensor:
         spec, size = entry.spec, entry.bucket.size
-        if not _sketched(entry):
+        if not self._sketched(entry):
             return spec.zeros(entry.bucket.shape)
         columns = -(-size // FOLDS)
         while math.gcd(columns, size) > 1:  # so that no column of a matrix falls into few columns
@@ -160,20 +160,19 @@ class GradientSums(Evidence):
         sums, signs = xp.unstack(kept)
         return xp.stack([sums + xp.fold(xp.reshape(x, (-1,)), signs), signs])
 
+    def _sketched(self, entry: BucketState) -> bool:
+        """Return whether memory is scarce; a CPU adds up the whole sum faster than a sketch."""
+        on_cpu = "cpu" in str(entry.spec.device or "cpu").lower()
+        return entry.bucket.size > SKETCHED and not on_cpu
+
     def read(self, exchange: Exchange) -> Reading:
         yield from ()
         norms = {}
         for entry in exchange.bucket_states:
             if (tensor := entry.evidence.get(self.key)) is not None:
-                sums = tensor[0] if _sketched(entry) else tensor
+                sums = tensor[0] if self._sketched(entry) else tensor
                 norms[entry.bucket.name] = exchange.xp.norm(sums)
         return numbers(exchange, norms)
-
-
-def _sketched(entry: BucketState) -> bool:
-    """Return whether memory is scarce; a CPU adds up the whole sum in less time than a sketch."""
-    on_cpu = "cpu" in str(entry.spec.device or "cpu").lower()
-    return entry.bucket.size > SKETCHED and not on_cpu
 
 
 class StateNorms(Evidence):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from frameworks import NUMPY, Framework, parameters
 
-from accordion_hvd import Dense, PowerSGD, TopK, namespace, simulate
+from accordion_hvd import Accordion, Dense, PowerSGD, TopK, namespace, simulate
 from accordion_hvd.engine import plan
 from accordion_hvd.ops.spec import FOLDS, Spec
 from accordion_hvd.policies import efficiency
@@ -27,6 +28,9 @@ from accordion_hvd.policies.evidence import (
     StepTimes,
 )
 from accordion_hvd.policies.windows import Windowed
+from examples import simulated_training
+from examples.config import Settings
+from examples.data.digits import load_digits
 
 SHAPES = {"one": (40, 30), "two": (40, 30), "large": (300, 256), "small": (5,)}
 WINDOW, LONGER = 3, 6
@@ -181,6 +185,60 @@ def test_sketches_change_decisions_only_near_the_threshold() -> None:
                 agreed += (change[0] >= threshold) == (change[1] >= threshold)
             before = now
     assert close > 50 and 297 - close < agreed < 297, (close, agreed)
+
+
+class Sketches(GradientSums):
+    """The evidence of an accelerator, on a CPU."""
+
+    key = "sketches"
+
+    def _sketched(self, entry: Any) -> bool:
+        return bool(entry.bucket.size > SKETCHED)
+
+
+class Study(Accordion):
+    """Accordion that stores the norms of sums and of their sketches, also those of its copies."""
+
+    norms: ClassVar[dict[str, list[tuple[float, float]]]] = {}
+
+    def __init__(self) -> None:
+        super().__init__(PowerSGD(4), PowerSGD(1), threshold=0.3, interval=1)
+
+    def _arrange(self) -> None:
+        super()._arrange()
+        self.evidence = (*self.evidence, Sketches())
+
+    def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
+        """Store the norms of this window, and decide by those of the sums."""
+        for name, norm in seen["gradients"].items():
+            self.norms.setdefault(name, []).append((norm, seen["sketches"][name]))
+        return super().decide(seen, lr)
+
+
+@pytest.mark.nightly
+def test_sketches_decide_as_sums_but_near_the_threshold_in_a_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On digits, with layers that are large enough to have sketches."""
+    settings = Settings(
+        shift=1, width=270, depth=4, epochs=36, lr=0.03, schedule="drops", drops=[24],
+        output=str(tmp_path), progress=False,
+    )  # fmt: skip
+    monkeypatch.setattr(Settings, "policy", lambda _: Study())
+    simulated_training.train(settings, load_digits(), 2)
+    deviation, critical, differ, ratios = 0.022, 0, 0, []
+    for name, norms in Study.norms.items():
+        large = name in ("3.weight", "5.weight", "7.weight")
+        ratios += [sketch / norm for norm, sketch in norms if large]
+        assert large or all(sketch == norm for norm, sketch in norms)
+        for before, now in zip(norms, norms[1:], strict=False):
+            change = [abs(m - n) / m for m, n in zip(before, now, strict=True)]
+            bound = 4 * deviation * 2**0.5 * now[0] / before[0]
+            assert abs(change[0] - change[1]) <= bound * large, (name, before, now)
+            critical += change[0] >= 0.3
+            differ += (change[0] >= 0.3) != (change[1] >= 0.3)
+    assert len(ratios) > 100 and 0.5 * deviation < np.std(ratios) < 1.2 * deviation
+    assert critical > 10 and differ <= 2
 
 
 PROGRESS = (Efficiency(), EfficiencyWeights())
