@@ -25,14 +25,15 @@ from accordion_hvd.core.base import (
     Request,
     Tensor,
 )
-from accordion_hvd.ops.spec import ITEMSIZE
+from accordion_hvd.ops.spec import ITEMSIZE, on_cpu
 
 Program = Generator[Any, Any, list[Any]]
 
 _SMALL_INTEGERS = ("int8", "uint8", "int16", "uint16")
 """Integers that some engines cannot add (Horovod for PyTorch: none of them)."""
 
-_LARGE = 1 << 18  # bytes from which a tensor is not worth copying into a common buffer
+_LARGE = {True: 1 << 18, False: 1 << 22}
+"""Whether on a CPU -> bytes from which a tensor is not worth copying into a common buffer."""
 
 
 def together(communicator: Collectives, requests: Sequence[Request]) -> list[list[int]]:
@@ -116,7 +117,8 @@ def _reduce(
     xp = communicator.xp
     tensors = [request.tensor for request in requests]
     sizes = [_elements(xp, x) for x in tensors]
-    large = [i for i, size in enumerate(sizes) if size * 4 >= _LARGE or len(tensors) == 1]
+    least = _LARGE[on_cpu(xp.device(tensors[0]))]
+    large = [i for i, size in enumerate(sizes) if size * 4 >= least or len(tensors) == 1]
     small = sorted(set(range(len(tensors))) - set(large))
     buffers = [tensors[i] if requests[i].reuse else xp.copy(tensors[i]) for i in large]
     if small:
@@ -372,7 +374,7 @@ def _to_wire(
     """Return the bytes of all tensors in dtype `wire`; on CPUs, the next step reuses the memory."""
     scratch, tensors = communicator.scratch, [request.tensor for request in requests]
     flat = communicator.xp.to_wire(tensors, wire, length, scratch.get(name) if scratch else None)
-    if scratch is not None and str(communicator.xp.device(flat)) == "cpu":
+    if scratch is not None and on_cpu(communicator.xp.device(flat)):
         scratch[name] = flat  # on accelerators, new memory costs nothing, and kept memory does
     return flat
 

@@ -12,6 +12,8 @@ from accordion_hvd.engine.bucket_state import BatchState, BucketState
 from accordion_hvd.engine.buckets import fingerprint
 from accordion_hvd.engine.plan import Plan, make_plan
 from accordion_hvd.engine.step import Step
+from accordion_hvd.ops.spec import on_cpu
+from accordion_hvd.policies.evidence import SKETCHED
 
 if TYPE_CHECKING:
     from accordion_hvd.engine.exchange import Exchange
@@ -49,8 +51,9 @@ class BucketBatches:
         if self._plan is None:
             exchange, entries = self._exchange, self._exchange.bucket_states
             buckets = [entry.bucket for entry in entries]
-            kinds = [(s.compressor.batching, self._common(s)) for s in entries]
-            self._plan = make_plan(buckets, kinds, self._sizes(), self._limit)
+            kinds = [(self._layout(s), self._common(s)) for s in entries]
+            sizes = self._sizes()
+            self._plan = make_plan(buckets, kinds, sizes, self._limit, exchange.device)
             evidence = [x for x in exchange.policy.evidence if x.follows]
             self.memory = [
                 BatchState(
@@ -86,6 +89,12 @@ class BucketBatches:
             self._plan, self._outdated = None, False
         return self.plan
 
+    def _layout(self, entry: BucketState) -> str:
+        """Return how a bucket lies in a batch; no sketch of it is part of one vector."""
+        layout, policy = entry.compressor.batching, self._exchange.policy
+        sketched = entry.bucket.size > SKETCHED and any(x.follows for x in policy.evidence)
+        return "" if sketched and layout == "any" else layout
+
     def _common(self, entry: BucketState) -> Hashable:
         """Return the key that is equal for buckets that may share a bucket batch."""
         bucket = entry.bucket
@@ -118,7 +127,8 @@ class BucketBatches:
 
     def pack(self, index: int, parts: Sequence[Tensor]) -> Tensor:
         """Return the tensors of batch `index`, ordered as `members`, in its compressor's layout."""
-        if self.plan.batches[index].stacked != "alike" or not self.keep_buffers:
+        keeps = self.keep_buffers and on_cpu(self._exchange.device)
+        if self.plan.batches[index].stacked != "alike" or not keeps:
             return self._packed(index, parts)
         batch_state = self.memory[index]
         batch_state.buffer = self._packed(index, parts, batch_state.buffer)

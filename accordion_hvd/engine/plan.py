@@ -8,16 +8,38 @@ form a *fusion group*. Readiness order cannot define the groups: it differs betw
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from accordion_hvd.engine.buckets import Bucket
+from accordion_hvd.ops.spec import on_cpu
 
-SMALL = 1 << 16
-"""Largest bucket in a batch, in elements: up to this size, copying costs less than another call."""
 
-LEAST, MOST, PARTS = 1 << 18, 8 << 20, 4
-"""A fusion group has 1 / `PARTS` of a step's bytes, but at least `LEAST` and at most `MOST`."""
+@dataclass(frozen=True)
+class Limits:
+    """Sizes that bound bucket batches and fusion groups.
+
+    Attributes:
+        stacked: largest bucket in a batch, in elements: up to this size, copying costs less than
+            another call.
+        least, most: bounds of a fusion group in bytes; between them, it has 1 / `PARTS` of a step.
+    """
+
+    stacked: float
+    least: float
+    most: float
+
+
+PARTS = 4
+CPU = Limits(1 << 16, 1 << 18, 8 << 20)
+ACCELERATOR = Limits(math.inf, 1 << 20, 1 << 28)
+"""A kernel's launch costs as much as copying a megabyte."""
+
+
+def limits_of(device: Any) -> Limits:
+    return CPU if on_cpu(device) else ACCELERATOR
 
 
 @dataclass(frozen=True)
@@ -56,6 +78,7 @@ def make_plan(
     alike: Sequence[tuple[str, Hashable]],
     payloads: Sequence[float],
     limit: float | None = None,
+    device: Any = None,
 ) -> Plan:
     """Divide `buckets` into bucket batches and fusion groups.
 
@@ -65,15 +88,17 @@ def make_plan(
             a batch have equal keys.
         payloads: approximate bytes of each bucket's first requests.
         limit: size in bytes at which a fusion group is closed. Default: 1 / `PARTS` of all
-            payloads, between `LEAST` and `MOST`.
+            payloads, between `limits.least` and `limits.most`.
+        device: device of the tensors.
     """
+    limits = limits_of(device)
     if limit is None:
-        limit = min(max(sum(payloads) / PARTS, LEAST), MOST)
+        limit = min(max(sum(payloads) / PARTS, limits.least), limits.most)
     batches: list[BucketBatch] = []
     groups = []
     for group in make_groups(payloads, limit):
         first = len(batches)
-        batches += _batches(buckets, alike, group)
+        batches += _batches(buckets, alike, group, limits.stacked)
         groups.append(tuple(range(first, len(batches))))
     batch_of = {member: i for i, batch in enumerate(batches) for member in batch.members}
     return Plan(tuple(batches), tuple(groups), batch_of)
@@ -93,13 +118,14 @@ def make_groups(payloads: Sequence[float], limit: float) -> list[list[int]]:
 
 
 def _batches(
-    buckets: Sequence[Bucket], alike: Sequence[tuple[str, Hashable]], group: Sequence[int]
-) -> list[BucketBatch]:
+    buckets: Sequence[Bucket], alike: Sequence[tuple[str, Hashable]], group: Sequence[int],
+    largest: float,
+) -> list[BucketBatch]:  # fmt: skip
     shared: dict[Hashable, list[int]] = {}
     for i in group:
         stacked, common = alike[i]
         key: Hashable = (i,)
-        if stacked and buckets[i].size <= SMALL:
+        if stacked and buckets[i].size <= largest:
             key = (stacked, common, buckets[i].shape if stacked == "alike" else None)
         shared.setdefault(key, []).append(i)
     return [_batch(buckets, chosen, alike[chosen[0]][0]) for chosen in shared.values()]

@@ -259,19 +259,20 @@ def project(
 
 
 def fold(x: Array, signs: Array) -> Array:
-    """Return a sketch of the vector `x`, whose norm estimates that of `x`: fp32, as `signs`.
+    """Return a sketch of each row x of `x`, whose norm estimates that of x: fp32, as `signs`.
 
-    Let c = len(signs) - 2 `FOLDS`, a = signs[:FOLDS] and b = signs[FOLDS:], all random. Element
+    For a row of c + 2 `FOLDS` random signs, let a be its first `FOLDS` and b the others. Element
     j < c is sum_i a_i b_{i + j} x_{c i + j}, the sum of up to `FOLDS` blocks of c elements; the
     others are 0. The squared norm has the mean |x|^2 over the signs. Its variance is
     2 sum_j sum_{i != k} (x_{c i + j} x_{c k + j})^2, as if all signs were independent: 2 / c of
     |x|^4 if the columns j have equal norms.
     """
-    columns = len(signs) - 2 * FOLDS
+    columns = signs.shape[1] - 2 * FOLDS
     total = np.zeros_like(signs)
-    for i, sign in enumerate(signs[:FOLDS].tolist()):
-        part = x[i * columns : (i + 1) * columns]
-        total[: part.size] += sign * (part * signs[FOLDS + i : FOLDS + i + part.size])
+    for i in range(FOLDS):
+        part = x[:, i * columns : (i + 1) * columns]
+        size = part.shape[1]
+        total[:, :size] += signs[:, i, None] * (part * signs[:, FOLDS + i : FOLDS + i + size])
     return total
 
 

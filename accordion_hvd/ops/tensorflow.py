@@ -264,19 +264,20 @@ def _project(
 
 
 def fold(x: Tensor, signs: Tensor) -> Tensor:
-    """Return a sketch of the vector `x`; see `accordion_hvd.ops.numpy`."""
+    """Return a sketch of each row of `x`; see `accordion_hvd.ops.numpy`."""
     return _fold(x, signs)
 
 
 @_compiled
 def _fold(x: Tensor, signs: Tensor) -> Tensor:
-    columns, period = signs.shape[0] - 2 * FOLDS, signs.shape[0] - FOLDS
-    x = tf.pad(tf.cast(x, tf.float32), [(0, FOLDS * columns - x.shape[0])])
+    rows, width = signs.shape
+    columns, period = width - 2 * FOLDS, width - FOLDS
+    x = tf.pad(tf.cast(x, tf.float32), [(0, 0), (0, FOLDS * columns - x.shape[1])])
     # Rows of a vector that repeats, each a column longer than its period, begin one further each.
-    rows = tf.tile(signs[FOLDS:], [FOLDS + 1])[: FOLDS * (period + 1)]
-    windows = tf.reshape(rows, (FOLDS, period + 1))[:, :columns]
-    flipped = tf.reshape(x, (FOLDS, columns)) * windows * signs[:FOLDS, None]
-    return tf.pad(tf.reduce_sum(flipped, 0), [(0, 2 * FOLDS)])
+    windows = tf.tile(signs[:, FOLDS:], [1, FOLDS + 1])[:, : FOLDS * (period + 1)]
+    windows = tf.reshape(windows, (rows, FOLDS, period + 1))[:, :, :columns]
+    flipped = tf.reshape(x, (rows, FOLDS, columns)) * windows * signs[:, :FOLDS, None]
+    return tf.pad(tf.reduce_sum(flipped, 1), [(0, 0), (0, 2 * FOLDS)])
 
 
 def expand(p: Tensor, q: Tensor, like: Tensor) -> Tensor:

@@ -285,18 +285,15 @@ def _unproject(total: Tensor, grad: Tensor, p: Tensor, q: Tensor) -> None:
 
 
 def fold(x: Tensor, signs: Tensor) -> Tensor:
-    """Return a sketch of the vector `x`; see `accordion_hvd.ops.numpy`."""
-    columns, total = len(signs) - 2 * FOLDS, torch.zeros_like(signs)
-    count = -(-x.numel() // columns)
-    if x.device.type != "cpu" or x.numel() < _BLOCK:  # a few kernels, not one for each block
-        x = pad_last(x, count * columns).view(count, columns)
-        windows = signs.as_strided((count, columns), (1, 1), signs.storage_offset() + FOLDS)
-        total[:columns] = (x * windows).to(signs.dtype).mT @ signs[:count]
-        return total
-    for i, sign in enumerate(signs[:count].tolist()):
-        part = x[i * columns : (i + 1) * columns]
-        window = signs[FOLDS + i : FOLDS + i + part.numel()]
-        total[: part.numel()].addcmul_(part, window, value=sign)
+    """Return a sketch of each row of `x`; see `accordion_hvd.ops.numpy`."""
+    (rows, width), total = signs.shape, torch.zeros_like(signs)
+    columns = width - 2 * FOLDS
+    count = -(-x.shape[1] // columns)
+    x = pad_last(x, count * columns).view(rows, count, columns)
+    strides = signs.stride(0), 1, 1  # each window begins one further
+    windows = signs.as_strided(x.shape, strides, signs.storage_offset() + FOLDS)
+    flipped = (x * windows).to(signs.dtype).mT
+    total[:, :columns] = (flipped @ signs[:, :count, None]).squeeze(2)
     return total
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from accordion_hvd.core.base import Compressor, State, Tensor
 from accordion_hvd.ops import namespace, random
-from accordion_hvd.ops.spec import FOLDS
+from accordion_hvd.ops.spec import FOLDS, on_cpu
 
 if TYPE_CHECKING:
     from accordion_hvd.engine.bucket_state import BucketState
@@ -110,7 +110,7 @@ class Evidence:
 
 
 SKETCHED = 1 << 16
-"""Largest bucket whose sum of gradients is kept whole; none of the larger ones shares a batch."""
+"""Largest bucket whose sum of gradients is kept whole; no larger one is part of one vector."""
 
 
 class GradientSums(Evidence):
@@ -157,13 +157,14 @@ class GradientSums(Evidence):
         xp = namespace(kept)
         if xp.shape(kept) == xp.shape(x):
             return xp.accumulate(kept, x)
-        sums, signs = xp.unstack(kept)
-        return xp.stack([sums + xp.fold(xp.reshape(x, (-1,)), signs), signs])
+        rows = xp.reshape(kept, (-1, 2, xp.shape(kept)[-1]))
+        sums, signs = rows[:, 0], rows[:, 1]
+        sums = sums + xp.fold(xp.reshape(x, (xp.shape(rows)[0], -1)), signs)
+        return xp.reshape(xp.concat([sums, signs], 1), xp.shape(kept))
 
     def _sketched(self, entry: BucketState) -> bool:
         """Return whether memory is scarce; a CPU adds up the whole sum faster than a sketch."""
-        on_cpu = "cpu" in str(entry.spec.device or "cpu").lower()
-        return entry.bucket.size > SKETCHED and not on_cpu
+        return entry.bucket.size > SKETCHED and not on_cpu(entry.spec.device)
 
     def read(self, exchange: Exchange) -> Reading:
         yield from ()

@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -314,8 +315,8 @@ def apart_and_together(
 ) -> tuple[World, World, list[tuple[Any, Any]]]:
     """Run the same steps with a bucket batch per tensor, and with batches of small tensors."""
     worlds, results = [], []
-    for small in (0, plan.SMALL):
-        monkeypatch.setattr(plan, "SMALL", small)
+    for largest in (0, plan.CPU.stacked):
+        monkeypatch.setattr(plan, "CPU", replace(plan.CPU, stacked=largest))
         world, rng, means = simulate(copy.deepcopy(compression), 2), np.random.default_rng(3), []
         for _ in range(steps):
             mine = [

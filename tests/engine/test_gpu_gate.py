@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ import accordion_hvd.torch as hvd  # noqa: E402
 from accordion_hvd import ScaleCom, compressors, parse  # noqa: E402
 from accordion_hvd.comm.torch_distributed.process_sets import of_group  # noqa: E402
 from accordion_hvd.ddp import BucketReducer  # noqa: E402
+from accordion_hvd.engine.exchange import Exchange  # noqa: E402
 from accordion_hvd.engine.guard import Guard  # noqa: E402
 from accordion_hvd.engine.ledger import as_ledger  # noqa: E402
 from accordion_hvd.fsdp import ShardReducer  # noqa: E402
@@ -65,11 +67,11 @@ def ranks() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def parameters(layers: int) -> list[tuple[str, Any]]:
+def parameters(layers: int, kind: Any = Card) -> list[tuple[str, Any]]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(WIDTH, WIDTH), (WIDTH,)] * layers
     values = [torch.randn(shape, generator=generator) * 0.01 for shape in shapes]
-    return [(f"x{i}", torch.nn.Parameter(Card(x))) for i, x in enumerate(values)]
+    return [(f"x{i}", torch.nn.Parameter(kind(x))) for i, x in enumerate(values)]
 
 
 def through_optimizer(named: Any, compression: Any) -> tuple[Callable[[], None], Any]:
@@ -169,13 +171,18 @@ def test_a_step_waits_for_no_more_than_is_listed(door: str, spec: str) -> None:
 
 
 def operations(compression: Any, layers: int) -> int:
-    """Return the number of operations of a step of DDP's hook beyond the backward pass."""
-    with trained("ddp", compression, layers) as watch:
-        whole = sum(watch.operations.values())
-        named = parameters(layers)
-        watch.operations.clear()
-        with watch.recording():
-            loss_of(named).backward()
+    """Return the number of operations of a step of DDP's hook beyond the backward pass.
+
+    All messages are one fusion group; a step has four of them or more.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Exchange, "group_bytes", math.inf)
+        with trained("ddp", compression, layers) as watch:
+            whole = sum(watch.operations.values())
+            named = parameters(layers)
+            watch.operations.clear()
+            with watch.recording():
+                loss_of(named).backward()
     return whole - sum(watch.operations.values())
 
 
@@ -191,6 +198,31 @@ def test_a_step_runs_no_more_operations_than_are_listed(spec: str) -> None:
         listed = {row["spec"]: [int(row["12"]), int(row["48"])] for row in csv.DictReader(file)}
     assert found == listed[spec], "the list only shrinks: see GPU_GATE"
     assert f"| `{spec}` | {found[0]} | {found[1]} |" in PAGE.read_text()
+    if parse(spec).batching:
+        assert found[1] <= 1.05 * found[0], "stacks take as many operations, whatever their height"
+    assert spec != "powersgd:4" or max(found) <= 60
+
+
+RANDOM = ("randomk", "qsgd", "terngrad", "natural", "int8", "sketched", "diana", "Error")
+EQUAL = [spec for spec in SPECS if not spec.startswith(RANDOM)]
+
+
+@pytest.mark.parametrize("spec", EQUAL)
+@pytest.mark.seldom(where=lambda spec: spec not in FEW)
+def test_stacks_of_an_accelerator_give_the_means_of_a_cpu(spec: str) -> None:
+    means = []
+    for kind in (Card, lambda x: x):
+        Mirror.watch = watch = Watch()
+        with watch:
+            named = parameters(3, kind)
+            step, _ = through_fsdp(named, parse(spec))
+            for _ in range(4):
+                for _, p in named:
+                    p.grad = None
+                step()
+        means.append([p.grad.inner if kind is Card else p.grad for _, p in named])
+    for mine, other in zip(*means, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
 
 
 def test_the_gate_takes_every_compressor() -> None:

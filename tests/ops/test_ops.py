@@ -73,7 +73,8 @@ CUBE_OF_7 = RNG.standard_normal((3, 7, 7)).astype(np.float32)
 LONG = RNG.standard_normal(70_000).astype(np.float32)
 WIDE = RNG.standard_normal((300, 2048)).astype(np.float32)
 TALL, LARGE = WIDE[:, :400].copy(), RNG.standard_normal((400, 2048)).astype(np.float32)
-SIGNS = np.sign(RNG.standard_normal(1099 + 2 * FOLDS)).astype(np.float32)
+SIGNS = np.sign(RNG.standard_normal((1, 1099 + 2 * FOLDS))).astype(np.float32)
+SIGNED = np.sign(RNG.standard_normal((7, 157 + 2 * FOLDS))).astype(np.float32)
 CODES = RNG.integers(0, 256, LONG.size).astype(np.uint8)
 BITS = q.pack_signs(LONG, None)
 STEPS = q.bucket_norms(LONG, 7, "max") / np.float32(3)
@@ -250,8 +251,8 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("too_large", (NAN,), 0),
     ("too_large", (HUGE,), 0),
     ("too_large", (X.astype(np.float16),), 0),
-    *[("fold", (x, SIGNS), 1e-5) for x in (LONG, LONG[:1100], V, LONG.astype(np.float16))],
-    ("fold", (LONG.astype(np.float64), SIGNS), 1e-5),
+    *[("fold", (x, SIGNS), 1e-5) for x in (LONG[None], LONG[None, :1100], V[None])],
+    *[("fold", (LONG.reshape(7, -1).astype(kind), SIGNED), 1e-5) for kind in ("f2", "f4", "f8")],
     ("zero_if_bad", (X, GOOD), 0),
     ("zero_if_bad", (X, BAD), 0),
     *[("filled", (X, value), 0) for value in (0.0, np.nan)],
@@ -714,7 +715,9 @@ def test_folds_keep_norms_in_the_mean() -> None:
         squares = []
         for _ in range(400):
             signs = rng.choice(np.float32([-1, 1]), columns + 2 * FOLDS)
-            squares.append(float(np.square(NUMPY.xp.fold(x, signs), dtype=np.float64).sum()))
+            squares.append(
+                float(np.square(NUMPY.xp.fold(x[None], signs[None]), dtype=np.float64).sum())
+            )
         energy = np.square(np.pad(x, (0, FOLDS * columns - size)), dtype=np.float64)
         energy = energy.reshape(FOLDS, columns)
         deviation = (2 * (energy.sum(0) ** 2 - (energy**2).sum(0)).sum()) ** 0.5
@@ -747,7 +750,7 @@ def test_flags_on_an_accelerator() -> None:
                 assert bool(torch.isfinite(total.inner).all())
         for size in (1099, 1100, 69_999, 70_000):
             for dtype in (np.float16, np.float32, np.float64):
-                x = LONG[:size].astype(dtype)
+                x = LONG[None, :size].astype(dtype)
                 folded = xp.fold(card(x), card(SIGNS)).inner.numpy()
                 np.testing.assert_allclose(folded, NUMPY.xp.fold(x, SIGNS), rtol=1e-5, atol=1e-4)
     assert not watch.waits

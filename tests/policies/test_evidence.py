@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from frameworks import NUMPY, Framework, parameters
 
-from accordion_hvd import Accordion, Dense, PowerSGD, TopK, namespace, simulate
+from accordion_hvd import QSGD, Accordion, Dense, PowerSGD, TopK, namespace, simulate
 from accordion_hvd.engine import plan
 from accordion_hvd.ops.spec import FOLDS, Spec
 from accordion_hvd.policies import efficiency
@@ -142,10 +142,6 @@ def test_evidence_of_ones_own_beside_sums(framework: Framework) -> None:
         assert seen["gradients"][name] == pytest.approx(np.linalg.norm(sum(means)), rel=1e-4)
 
 
-def test_no_bucket_with_a_sketch_shares_a_batch() -> None:
-    assert SKETCHED >= plan.SMALL
-
-
 def run_alone(reading: Any) -> Any:
     """Return the result of a generator that communicates nothing."""
     with pytest.raises(StopIteration) as ended:
@@ -194,6 +190,34 @@ class Sketches(GradientSums):
 
     def _sketched(self, entry: Any) -> bool:
         return bool(entry.bucket.size > SKETCHED)
+
+
+@pytest.mark.parametrize("framework", parameters())
+@pytest.mark.parametrize("compressor", [PowerSGD(2), TopK(0.1), QSGD(4)], ids=repr)
+def test_sketches_in_stacks(
+    compressor: Any, framework: Framework, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms are those of sketches that are alone; no sketch is part of one vector."""
+    shapes = {"a": (300, 256), "b": (40, 30), "c": (300, 256), "d": (256, 300)}
+    found = []
+    for limits in (plan.CPU, plan.ACCELERATOR):
+        monkeypatch.setattr(plan, "CPU", limits)
+        policy = Watching(compressor, Sketches(), GradientSums())
+        world, rng = simulate(policy, 2), np.random.default_rng(0)
+        for _ in range(WINDOW + 1):
+            grads = {
+                k: framework.tensor(rng.standard_normal(s).astype("f")) for k, s in shapes.items()
+            }
+            with framework.running():
+                world.step([grads, {k: x + 1 for k, x in grads.items()}], 0.1)
+        batches = world.exchanges[0].bucket_batches.plan.batches
+        found.append((len(batches), world.exchanges[0].policy.given[0]))
+    (apart, one), (stacked, other) = found
+    assert apart == 4 and stacked == (3 if compressor.batching == "alike" else 4)
+    for name in shapes:
+        assert other["sketches"][name] == pytest.approx(one["sketches"][name], rel=1e-5)
+        assert other["sketches"][name] == pytest.approx(other["gradients"][name], rel=0.1)
+        assert other["gradients"][name] == pytest.approx(one["gradients"][name], rel=1e-5)
 
 
 class Study(Accordion):

@@ -25,7 +25,7 @@ DEVICE = torch.device("meta")
 
 VIEWS = (
     "view", "transpose", "detach", "alias", "slice", "select", "unsqueeze", "squeeze", "expand",
-    "unbind", "split", "as_strided", "t.default", "permute",
+    "unbind", "split", "as_strided", "t.default", "permute", "is_set_to",
 )  # fmt: skip
 """Parts of the names of operations without a kernel."""
 
