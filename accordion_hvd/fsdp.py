@@ -30,8 +30,8 @@ import torch.distributed as dist
 from accordion_hvd import check
 from accordion_hvd.comm.torch_distributed.process_sets import of_group
 from accordion_hvd.engine import checkpoint
-from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.guard import Guard, Mode
+from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.engine.ledger import LedgerOption
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.resolve import Compression, default_guard

@@ -35,7 +35,7 @@ def test_the_package_keeps_to_what_is_declared() -> None:
     ("file", "mistake", "broken"),
     [
         ("ops/bins.py", "from accordion_hvd.core import base", "Layers"),
-        ("ops/bins.py", "def late():\n    import accordion_hvd.engine.plan", "Layers"),
+        ("ops/bins.py", "def late():\n    import accordion_hvd.engine.layout", "Layers"),
         (
             "core/base.py",
             "if TYPE_CHECKING:\n    from accordion_hvd.policies import Policy",

@@ -7,8 +7,8 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from accordion_hvd.engine.buckets import Bucket
     from accordion_hvd.engine.exchange import Exchange
+    from accordion_hvd.engine.layout import Bucket
     from accordion_hvd.engine.step import Step
 
 

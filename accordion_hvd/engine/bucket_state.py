@@ -3,38 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from accordion_hvd.core.base import Compressor, Info, State, Tensor
-from accordion_hvd.engine.buckets import Bucket
 from accordion_hvd.engine.saved_state import SavedState
 from accordion_hvd.ops.spec import Spec
-from accordion_hvd.policies.evidence import Evidence
 
-
-@dataclass
-class StackedState:
-    """The states of several buckets in common tensors.
-
-    Attributes:
-        flat: whether each tensor is the concatenation of the buckets' flattened tensors; otherwise
-            the buckets' tensors are stacked along a new first dimension.
-    """
-
-    state: State
-    evidence: dict[str, Tensor]
-    flat: bool
-
-    def part(self, value: Tensor, place: int, entry: BucketState) -> Tensor:
-        """Return a bucket's part of a tensor: a view, if the framework has views."""
-        if not self.flat:
-            return value[place]
-        part = value[place : place + entry.bucket.size]
-        return entry.spec.xp.reshape(part, entry.bucket.shape)
+if TYPE_CHECKING:
+    from accordion_hvd.engine.layout import Batch, Bucket
 
 
 class BucketState:
@@ -64,7 +41,7 @@ class BucketState:
         self.served_from = 0
         self._state: State | None = None
         self._evidence: dict[str, Tensor] = {}
-        self._stack: StackedState | None = None  # storage of state and evidence, if stacked
+        self._stack: Batch | None = None  # storage of state and evidence, if stacked
         self._place = 0  # in the stack: number of the bucket, or offset if flat
         self.created_with: Info | None = None
 
@@ -100,10 +77,10 @@ class BucketState:
         self._unstack()
         self._evidence = evidence
 
-    def within(self, stack: StackedState) -> bool:
+    def within(self, stack: Batch) -> bool:
         return self._stack is stack
 
-    def join(self, stack: StackedState, place: int) -> None:
+    def join(self, stack: Batch, place: int) -> None:
         """Store state and evidence at `place` of `stack`: a number, or an offset if it is flat."""
         self._evidence = {k: v for k, v in self.evidence.items() if k not in stack.evidence}
         self._stack, self._place, self._state = stack, place, None
@@ -195,159 +172,6 @@ class BucketState:
         self.level, self.carried, self.created_with = saved.level, saved.carried, None
         self.state, self.evidence = states.pop(saved.level, None), dict(saved.evidence)
         self.inactive = states
-
-
-class BatchState:
-    """The states of the buckets of a bucket batch, in the layout of their compressor.
-
-    Attributes:
-        before: the policy's evidence before the current step, to undo the step.
-        buffer: packed gradients of the last step, whose memory serves again.
-        aside: a copy of the state before the current step, of which parts may be restored.
-    """
-
-    def __init__(
-        self,
-        entries: Sequence[BucketState],
-        stacked: str,
-        xp: ModuleType,
-        evidence: Sequence[Evidence],
-    ) -> None:
-        self.entries, self.stacked, self.declared, self._xp = entries, stacked, evidence, xp
-        self._stack: StackedState | None = None
-        self.before: dict[str, Tensor] | None = None
-        self.buffer: Tensor | None = None
-        self.aside: State | None = None
-
-    def open(self, info: Info, wanted: Sequence[Evidence]) -> None:
-        """Make missing states and evidence, and stack the states of the buckets."""
-        if not self._is_stacked() or any(level.sharded for level in self.entries[0].levels):
-            for entry in self.entries:
-                entry.prepare(replace(info, name=entry.name) if self.stacked else info)
-            if self.stacked and not self._is_stacked():
-                self._stack_states()
-        nothing: list[dict[str, Tensor]] = [{} for _ in self.entries]
-        missing = {x.key: self._joined(x, nothing) for x in wanted if x.key not in self.evidence}
-        if missing:
-            self.evidence = self.evidence | missing
-
-    def _is_stacked(self) -> bool:
-        stack = self._stack
-        return stack is not None and all(entry.within(stack) for entry in self.entries)
-
-    def _stack_states(self) -> None:
-        states = [entry.state or {} for entry in self.entries]
-        tensors = [entry.evidence for entry in self.entries]
-        state = {key: self._xp.stack([s[key] for s in states]) for key in states[0]}
-        suiting = [x for x in self.declared if x.suits(self.entries[0].compressor)]
-        present = [x for x in suiting if any(x.key in row for row in tensors)]
-        joined = {x.key: self._joined(x, tensors) for x in present}
-        self._stack = StackedState(state, joined, self.stacked == "any")
-
-    def _joined(self, evidence: Evidence, tensors: Sequence[dict[str, Tensor]]) -> Tensor:
-        pairs, key = zip(tensors, self.entries, strict=True), evidence.key
-        return self.combine([x[key] if key in x else evidence.zeros(entry) for x, entry in pairs])
-
-    def combine(self, parts: Sequence[Tensor]) -> Tensor:
-        """Combine one tensor per bucket into the layout of the compressor."""
-        if self.stacked == "any":
-            return self._xp.concat([self._xp.reshape(x, (-1,)) for x in parts])
-        return self._xp.stack(parts) if self.stacked else parts[0]
-
-    @property
-    def state(self) -> State:
-        return self._stack.state if self._stack is not None else self.entries[0].state or {}
-
-    @property
-    def evidence(self) -> dict[str, Tensor]:
-        return self._stack.evidence if self._stack is not None else self.entries[0].evidence
-
-    @evidence.setter
-    def evidence(self, evidence: dict[str, Tensor]) -> None:
-        if self._stack is not None:
-            self._stack.evidence = evidence
-        else:
-            self.entries[0].evidence = evidence
-
-    def carried(self) -> Tensor | None:
-        """Return the residuals of earlier levels to add to the gradient; None if there are none."""
-        if not any(entry.carried is not None for entry in self.entries):
-            return None
-        return self.combine(
-            [
-                entry.spec.zeros(entry.bucket.shape)
-                if entry.carried is None
-                else self._xp.reshape(entry.carried, entry.bucket.shape)
-                for entry in self.entries
-            ]
-        )
-
-    def set_aside(self) -> None:
-        """Copy the state, for tensors whose mean may not be applied."""
-        self.aside = {key: self._xp.copy(value) for key, value in self.state.items()}
-
-    def keep(self, state: State, absent: Sequence[Any] = ()) -> None:
-        """Store the state that a finished step has returned; the carried residuals are used up.
-
-        Args:
-            absent: whether the mean of each tensor is not applied, so that its state and carried
-                residual stay as they were; () if all are applied. May be symbolic.
-        """
-        aside, self.aside = self.aside, None
-        if aside is not None and any(flag is not False for flag in absent):
-            state = {key: self._chosen(aside[key], value, absent) for key, value in state.items()}
-        flags = iter(absent)
-        for entry in self.entries:
-            own = [flag for _, flag in zip(entry.bucket.members, flags, strict=False)]
-            entry.carried = self._still_carried(entry, own)
-        if self._stack is None:
-            self.entries[0].state = state
-            return
-        self._stack.state = state
-        if self._is_stacked():
-            return
-        place = 0
-        for entry in self.entries:
-            entry.join(self._stack, place)
-            place += entry.bucket.size if self._stack.flat else 1
-
-    def _chosen(self, old: Tensor, new: Tensor, absent: Sequence[Any]) -> Tensor:
-        """Return a tensor of the state with the old parts of absent tensors.
-
-        Of a packed bucket, tensors of another size than the gradient have no parts.
-        """
-        xp, bucket = self._xp, self.entries[0].bucket
-        if self.stacked:
-            pairs = zip(xp.unstack(old), xp.unstack(new), strict=True)
-            return xp.stack([_either(xp, f, *p) for f, p in zip(absent, pairs, strict=True)])
-        if len(absent) == 1:
-            return _either(xp, absent[0], old, new)
-        if math.prod(xp.shape(new)) != bucket.size:
-            return new
-        halves = [xp.split(xp.reshape(x, (-1,)), list(bucket.sizes)) for x in (old, new)]
-        parts = [_either(xp, f, *p) for f, *p in zip(absent, *halves, strict=True)]
-        return xp.reshape(xp.concat(parts), xp.shape(new))
-
-    def _still_carried(self, entry: BucketState, absent: Sequence[Any]) -> Tensor | None:
-        """Return the part of a bucket's carried residual that belongs to absent tensors."""
-        if entry.carried is None or not any(flag is not False for flag in absent):
-            return None
-        xp, sizes = self._xp, list(entry.bucket.sizes)
-        parts = xp.split(xp.reshape(entry.carried, (-1,)), sizes)
-        pairs = zip(absent, parts, strict=True)
-        kept = xp.concat([_either(xp, flag, part, part * 0) for flag, part in pairs])
-        return xp.reshape(kept, xp.shape(entry.carried))
-
-    def take_back(self) -> None:
-        """Restore the policy's evidence to its value before the current step."""
-        if self.before is not None:
-            self.evidence, self.before = self.before, None
-
-
-def _either(xp: ModuleType, flag: Any, old: Tensor, new: Tensor) -> Tensor:
-    if isinstance(flag, bool):
-        return old if flag else new
-    return xp.where(flag, old, new)
 
 
 def drifting(entries: Sequence[BucketState]) -> list[BucketState]:

@@ -218,7 +218,7 @@ def move(exchange: Exchange, link: Communicator) -> None:
     before, about = exchange.communicator, describe(exchange)
     mine = expanded(exchange, about)
     exchange.communicator = link
-    exchange.bucket_batches.forget()
+    exchange.forget()
     if (before.size, before.rank) == (link.size, link.rank) or not exchange.steps:
         return
     if not exchange.total:

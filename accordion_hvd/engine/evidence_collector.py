@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from accordion_hvd.core.base import Tensor
-from accordion_hvd.engine.bucket_state import BatchState, BucketState
+from accordion_hvd.engine.bucket_state import BucketState
+from accordion_hvd.engine.layout import Batch
 from accordion_hvd.policies.evidence import Evidence, Step
 
 if TYPE_CHECKING:
@@ -43,36 +44,33 @@ class EvidenceCollector:
             and evidence.suits(entry.compressor)
         ]
 
-    def before(self, batch_state: BatchState, wanted: Sequence[Evidence], grad: Tensor) -> None:
-        """Update the evidence with a bucket batch's gradients, before the exchange."""
-        step, old = self._step(batch_state, grad), batch_state.evidence
-        batch_state.before = old
-        batch_state.evidence = old | {x.key: x.before(old[x.key], step) for x in wanted}
+    def before(self, batch: Batch, wanted: Sequence[Evidence], grad: Tensor) -> None:
+        """Update the evidence with a batch's gradients, before the exchange."""
+        step, old = self._step(batch, grad), batch.evidence
+        batch.before = old
+        batch.evidence = old | {x.key: x.before(old[x.key], step) for x in wanted}
 
-    def after(self, batch_state: BatchState, mean: Tensor, bad: Any) -> None:
-        """Update the evidence with a bucket batch's mean; `bad` may be symbolic."""
-        step, old = self._step(batch_state, None, mean), batch_state.evidence
-        new = {x.key: x.after(old[x.key], step) for x in self.wanted(batch_state.entries[0])}
+    def after(self, batch: Batch, mean: Tensor, bad: Any) -> None:
+        """Update the evidence with a batch's mean; `bad` may be symbolic."""
+        step, old = self._step(batch, None, mean), batch.evidence
+        new = {x.key: x.after(old[x.key], step) for x in self.wanted(batch.first)}
         if bad is not False:
             where = self._exchange.xp.where
             new = {k: x if x is old[k] else where(bad, old[k], x) for k, x in new.items()}
         if new:
-            batch_state.evidence = old | new
-        batch_state.before = None
+            batch.evidence = old | new
+        batch.before = None
 
     def observe(self, entry: BucketState, grads: Sequence[Tensor]) -> None:
         """Update a bucket's evidence with gradients that are not exchanged."""
         xp, wanted = self._exchange.xp, [x for x in self.wanted(entry) if x.looks_before]
         if wanted:
             parts = [xp.reshape(grads[member], (-1,)) for member in entry.bucket.members]
-            batch_state = BatchState([entry], "", xp, wanted)
-            batch_state.evidence = {x.key: x.zeros(entry) for x in wanted} | entry.evidence
-            self.before(batch_state, wanted, xp.reshape(xp.concat(parts), entry.bucket.shape))
+            batch = Batch([entry], "", xp, wanted)
+            batch.evidence = {x.key: x.zeros(entry) for x in wanted} | entry.evidence
+            self.before(batch, wanted, xp.reshape(xp.concat(parts), entry.bucket.shape))
 
-    def _step(self, batch_state: BatchState, grad: Tensor, mean: Tensor = None) -> Step:
-        buckets = len(batch_state.entries) if batch_state.stacked == "alike" else 0
-        compressor, weight = (
-            batch_state.entries[0].compressor,
-            self._exchange.policy.observers.weight,
-        )
-        return Step(grad, compressor, batch_state.state, weight, buckets, mean)
+    def _step(self, batch: Batch, grad: Tensor, mean: Tensor = None) -> Step:
+        buckets = len(batch.entries) if batch.stacked == "alike" else 0
+        weight = self._exchange.policy.observers.weight
+        return Step(grad, batch.first.compressor, batch.state, weight, buckets, mean)

@@ -13,11 +13,10 @@ from typing import Any
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allreduce, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.engine import gain
-from accordion_hvd.engine.bucket_batches import BucketBatches
-from accordion_hvd.engine.bucket_state import BatchState, BucketState, reports
-from accordion_hvd.engine.buckets import TensorInfo, make_buckets
+from accordion_hvd.engine.bucket_state import BucketState, reports
 from accordion_hvd.engine.decisions import Decisions
 from accordion_hvd.engine.evidence_collector import EvidenceCollector
+from accordion_hvd.engine.layout import Batch, Layout, TensorInfo, make_buckets
 from accordion_hvd.engine.ledger import Ledger
 from accordion_hvd.engine.saved_state import SavedState
 from accordion_hvd.engine.step import Accounts, Step
@@ -36,8 +35,8 @@ IN_A_ROW = 10
 class Exchange:
     """Averages gradients over the ranks, bucket by bucket, under a policy.
 
-    For each step, call `begin`, then `start` for each bucket batch of the plan in any order, then
-    `finish`. `bucket_batches.unpack(i)` then returns the means of batch i. The exchange notifies
+    For each step, call `begin`, then `start` for each batch of `layout` in any order, then
+    `finish`. `layout.batches[i].unpack()` then returns the means of batch i. The exchange notifies
     the policy's observers (`core.observer`) when tensors are added, before and after each step, and
     when decisions may be due.
 
@@ -64,7 +63,6 @@ class Exchange:
         entry_of: bucket state of each tensor, by the tensor's number.
         tensors: all tensors; positions in this list are the tensors' numbers.
         running: the present step; None between steps.
-        results: means of the last closed step, by bucket batch.
         absent: tensors, by number, of which no rank had a gradient in the last closed step. Their
             state stays as it was, and callers do not apply their means.
         notes_absence: whether `absent` is also known if nothing keeps state.
@@ -100,12 +98,14 @@ class Exchange:
         self.bucket_states: list[BucketState] = []
         self.entry_of: dict[int, BucketState] = {}
         self.tensors: list[TensorInfo] = []
-        self.bucket_batches = BucketBatches(self, self.group_bytes)
+        self._layout: Layout | None = None
+        self._earlier: Layout | None = None  # the layout before
+        self._payloads: dict[tuple[str, int], float] = {}  # (bucket, level) -> bytes
+        self._weighed = False  # whether the last step has recorded payloads
         self.evidence = EvidenceCollector(self)
         self.decisions = Decisions(self)
         self.accounts = Accounts()
         self.running: Step | None = None
-        self.results: dict[int, Tensor] = {}
         self.absent: dict[int, Any] = {}
         self.notes_absence = self.total = False
         self.loss_scale: Callable[[], Any] | None = None
@@ -146,7 +146,44 @@ class Exchange:
         self.ledger.extended(self.bucket_states)
         self.device = self.bucket_states[0].spec.device if self.bucket_states else None
         self.accounts.each_step = sum(entry.bucket.dense_bytes for entry in self.bucket_states)
-        self.bucket_batches.outdate()
+        self.outdate()
+
+    @property
+    def layout(self) -> Layout:
+        """Return the batches and fusion groups at the present levels."""
+        if self._layout is None:
+            evidence = [x for x in self.policy.evidence if x.follows]
+            self._layout = Layout(
+                self.bucket_states, self.tensors, self.xp, evidence, self.lasting_phase,
+                self._payloads, self.group_bytes, self._earlier,
+            )  # fmt: skip
+            self._earlier = None
+        return self._layout
+
+    def outdate(self) -> None:
+        """Discard the layout because buckets or levels have changed."""
+        self._layout, self._earlier = None, self._layout or self._earlier
+
+    def forget(self) -> None:
+        """Discard the layout and the measured payloads, which other ranks may not have."""
+        self.outdate()
+        self._payloads.clear()
+
+    def _fresh_layout(self) -> Layout:
+        """Return the layout for the step that begins, remade if phases or payloads have changed."""
+        if self._weighed or not self.layout.holds(self.lasting_phase):
+            self.outdate()
+            self._weighed = False
+        return self.layout
+
+    def _weigh(self, step: Step) -> None:
+        """Record the payloads of the first requests for the next step's layout."""
+        for index, batch in enumerate(self.layout.batches):
+            size = max(sum(entry.bucket.size for entry in batch.entries), 1)
+            for entry in batch.entries:
+                share = step.payload(index) * entry.bucket.size / size
+                self._payloads[entry.bucket.name, entry.level] = share
+        self._weighed = True
 
     # ----------------------------------------------------------------------------------- one step
     def begin(self, lr: float | Mapping[str, float] = 0.0) -> None:
@@ -168,12 +205,11 @@ class Exchange:
         observers = self.policy.observers
         if observers.weight != 1:  # the optimizer step uses the rate times the weight
             self._lr = {name: rate * observers.weight for name, rate in self._lr.items()}
-        plan, number = self.bucket_batches.refresh(), self.bucket_batches.number()
-        name = self.name
-        if self.bucket_batches.period > 1:  # messages of one name have one size
+        layout, name = self._fresh_layout(), self.name
+        if layout.period > 1:  # messages of one name have one size
             name = f"{name}.{self.turn}"
-        sizes = [len(batch.members) for batch in plan.batches]
-        step = Step(self.communicator, plan.groups, name, number, self.guarded, sizes)
+        sizes = [len(batch.members) for batch in layout.batches]
+        step = Step(self.communicator, layout.groups, name, layout.number, self.guarded, sizes)
         step.measuring, step.telling = observers.any("measures"), self.notes_absence
         self.ledger.open(self)
         self.running = step
@@ -196,48 +232,47 @@ class Exchange:
     def start(
         self, index: int, grad: Tensor, parameter: Tensor = None, present: Tensor = None
     ) -> None:
-        """Start the exchange of one bucket batch.
+        """Start the exchange of one batch.
 
         Args:
-            grad: gradients from `BucketBatches.pack`; their memory may be overwritten.
-            parameter: weights from `BucketBatches.pack_weights`, if the compressor
-                `needs_weights`.
+            grad: gradients from `Batch.pack`; their memory may be overwritten.
+            parameter: weights from `Batch.pack`, if the compressor `needs_weights`.
             present: fp32 vector with 1 for each of the batch's tensors whose gradient this rank
                 has, or 0 if its state must stay as it is unless another rank has one; None if all
                 are there.
         """
         assert self.running is not None
-        batch_state = self.bucket_batches.memory[index]
-        first, wanted = batch_state.entries[0], self.evidence.wanted(batch_state.entries[0])
-        detects_nonfinite = first.compressor.detects_nonfinite and batch_state.carried() is None
+        batch = self.layout.batches[index]
+        first, wanted = batch.first, self.evidence.wanted(batch.first)
+        detects_nonfinite = first.compressor.detects_nonfinite and batch.carried() is None
         detects_nonfinite = detects_nonfinite and not any(
             x.looks_before and not x.tolerates_nonfinite for x in wanted
         )
-        opening = functools.partial(self._opening, batch_state, wanted, parameter, present)
+        opening = functools.partial(self._opening, batch, wanted, parameter, present)
         self.running.start(index, grad, opening, detects_nonfinite, present)
 
     def _opening(
-        self, batch_state: BatchState, wanted: Sequence[Evidence], parameter: Tensor,
+        self, batch: Batch, wanted: Sequence[Evidence], parameter: Tensor,
         present: Tensor, grad: Tensor,
     ) -> ExchangeGenerator:  # fmt: skip
-        """Collect evidence and return the exchange generator of a bucket batch."""
-        first = batch_state.entries[0]
+        """Collect evidence and return the exchange generator of a batch."""
+        first = batch.first
         info = self.info(first)
         if parameter is not None:
             info = replace(info, parameter=parameter)
-        batch_state.open(info, wanted)
+        batch.open(info, wanted)
         if present is not None:
-            batch_state.set_aside()
+            batch.set_aside()
         if wanted:
-            self.evidence.before(batch_state, wanted, grad)
+            self.evidence.before(batch, wanted, grad)
         if self.ledger.samples.measuring:
-            self.ledger.samples.before(self, batch_state, grad)
-        carried = batch_state.carried()
+            self.ledger.samples.before(self, batch, grad)
+        carried = batch.carried()
         if carried is not None and first.compressor.tracks:
-            return _beside(first.compressor.exchange(grad, batch_state.state, info), carried)
+            return _beside(first.compressor.exchange(grad, batch.state, info), carried)
         if carried is not None:
             grad = grad + self.xp.cast(carried, first.bucket.dtype)
-        return first.compressor.exchange(grad, batch_state.state, info)
+        return first.compressor.exchange(grad, batch.state, info)
 
     def observe(self, grads: Sequence[Tensor], lr: float | Mapping[str, float]) -> None:
         """Update policy and evidence without an exchange; `grads` are in the order of `tensors`."""
@@ -260,20 +295,20 @@ class Exchange:
         """Store the results and states of a completed step; returns as `finish` does."""
         step, began = self.running, time.perf_counter()
         assert step is not None
-        self.results, self.absent = {}, {}
+        self.absent = {}
         if step.bad is not False:
             self.lost = self._lost(step)
-        for index, batch_state in enumerate(self.bucket_batches.memory):
+        for index, batch in enumerate(self.layout.batches):
             absent = step.absent(index)
-            members = self.bucket_batches.plan.batches[index].members
-            flags = zip(members, absent, strict=False)
+            flags = zip(batch.members, absent, strict=False)
             self.absent |= {m: flag for m, flag in flags if flag is not False}
             if step.bad is True:
-                batch_state.take_back()
-                continue
-            mean, state = step.result(index)
-            self.results[index] = self._store(batch_state, mean, state, step.bad, absent)
-        self.bucket_batches.weigh(step)
+                batch.take_back()
+            else:
+                mean, state = step.result(index)
+                batch.mean = self._store(batch, mean, state, step.bad, absent)
+        if not self.layout.complete:
+            self._weigh(step)
         for observer in self.policy.observers:
             observer.closed(self, step)
         self._count(step, began)
@@ -293,15 +328,15 @@ class Exchange:
         return self.xp.where(step.broken | (self.in_a_row >= IN_A_ROW), math.nan, 0.0)
 
     def _store(
-        self, batch_state: BatchState, mean: Tensor, state: State, bad: Any, absent: list[Any]
+        self, batch: Batch, mean: Tensor, state: State, bad: Any, absent: list[Any]
     ) -> Tensor:
-        """Store state and evidence of a bucket batch; return the mean. Flags may be symbolic."""
-        xp, old = self.xp, batch_state.state
+        """Store state and evidence of a batch; return the mean. Flags may be symbolic."""
+        xp, old = self.xp, batch.state
         if bad is not False:
             mean = xp.filled_if(bad, self.lost, mean)
             state = {key: xp.where(bad, old[key], value) for key, value in state.items()}
-        batch_state.keep(state, absent)
-        self.evidence.after(batch_state, mean, bad)
+        batch.keep(state, absent)
+        self.evidence.after(batch, mean, bad)
         return mean
 
     def _count(self, step: Step, began: float) -> None:
@@ -335,8 +370,36 @@ class Exchange:
         if self.running is not None:
             self.running.take_back()
             self.running = None
-            for batch_state in self.bucket_batches.memory:
-                batch_state.take_back()
+            for batch in self.layout.batches:
+                batch.take_back()
+
+    def give(
+        self, grads: Sequence[Tensor], weights: Sequence[Tensor] = (), present: Tensor = None
+    ) -> None:
+        """Start every batch, given all `grads` and `weights` in the order of the tensors.
+
+        Args:
+            present: as in `start`, for all tensors.
+        """
+        for index, batch in enumerate(self.layout.batches):
+            parameter = there = None
+            if weights and batch.first.compressor.needs_weights:
+                parameter = batch.pack([weights[m] for m in batch.members])
+            if present is not None:
+                there = self.xp.stack([present[m] for m in batch.members])
+            grad = batch.pack([grads[m] for m in batch.members])
+            self.start(index, grad, parameter, there)
+
+    def means(self) -> list[Tensor]:
+        """Return the means of the last closed step in the order of the tensors."""
+        means: dict[int, Tensor] = {}
+        for batch in self.layout.batches:
+            means |= dict(zip(batch.members, batch.unpack(), strict=True))
+        return [means[member] for member in range(len(self.tensors))]
+
+    @property
+    def any_needs_weights(self) -> bool:
+        return any(level.needs_weights for entry in self.bucket_states for level in entry.levels)
 
     # ------------------------------------------------------------------- step numbers and rates
     def info(self, entry: BucketState, step: Any = None) -> Info:
@@ -372,8 +435,8 @@ class Exchange:
 
     @property
     def turn(self) -> int:
-        """Return the position of the present step within `BucketBatches.period`."""
-        return self.counted % self.bucket_batches.period
+        """Return the position of the present step within `Layout.period`."""
+        return self.counted % self.layout.period
 
     def rates(self, lr: float | Mapping[str, float]) -> dict[str, float]:
         if isinstance(lr, Mapping):
@@ -388,7 +451,7 @@ class Exchange:
             if gone := {x.key for x in self.policy.evidence if x.of_level} & entry.evidence.keys():
                 entry.evidence = {k: x for k, x in entry.evidence.items() if k not in gone}
             self.ledger.switched(entry, self.steps)
-            self.bucket_batches.outdate()
+            self.outdate()
 
     def load_bucket_state(
         self, entry: BucketState, saved: SavedState, made: Info | None = None
@@ -409,7 +472,7 @@ class Exchange:
         saved.check(entry.levels, entry.spec, info, evidence)
         entry.load(saved.map(lambda array: self.xp.asarray(array, entry.spec.device)))
         entry.created_with = made
-        self.bucket_batches.outdate()
+        self.outdate()
         if entry.bucket.compress:  # measurements of a gate are no longer valid
             self.switch(entry, self.policy.choice(entry.bucket))
 

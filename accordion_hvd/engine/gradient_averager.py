@@ -20,9 +20,9 @@ from accordion_hvd.comm.agreement import require_agreement
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Tensor
 from accordion_hvd.engine import bucket_state, checkpoint, rank_changes
-from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange, usual_gains
 from accordion_hvd.engine.guard import Guard
+from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.engine.ledger import Ledger, as_ledger
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.gate import probe
@@ -368,7 +368,7 @@ class GradientAverager(abc.ABC, Generic[E]):
     def checksums(self) -> Tensor:
         """Return this rank's checksums of learning rates, replicas and levels, as int64."""
         xp = self.communicator.xp
-        level = xp.asarray(np.array(self.exchange.bucket_batches.number()), self.device)
+        level = xp.asarray(np.array(self.exchange.layout.number), self.device)
         rates = self.rates()
         numbers = xp.zeros((1,), "float32", self.device) if rates is None else rates
         return xp.stack([*map(xp.checksum, (numbers, *self.replicas().values())), level])

@@ -21,8 +21,8 @@ from accordion_hvd.comm.shares import by_shares
 from accordion_hvd.comm.traffic import Traffic
 from accordion_hvd.core.base import Allreduce, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.engine import checkpoint
-from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.guard import Guard
+from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.engine.rank_changes import Gather
 from accordion_hvd.engine.wait_avoiding import WaitAvoiding, why_not
 from accordion_hvd.policies.alternation import Alternation

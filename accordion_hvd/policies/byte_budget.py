@@ -13,8 +13,8 @@ from accordion_hvd.policies.critical_regimes import HIGH, LOW
 from accordion_hvd.policies.decision import Decision
 
 if TYPE_CHECKING:
-    from accordion_hvd.engine.buckets import Bucket
     from accordion_hvd.engine.exchange import Exchange
+    from accordion_hvd.engine.layout import Bucket
 
 MEGABYTE = 1e6
 OVER = "over the budget"

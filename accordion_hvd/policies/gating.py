@@ -70,8 +70,8 @@ class Gating(Observer):
         """Add the seconds and bytes of a step's calls to the totals, after the start-up steps."""
         if not step.measuring or startup(exchange):
             return
-        for index, batch in enumerate(exchange.bucket_batches.plan.batches):
-            buckets = [exchange.bucket_states[i].bucket for i in batch.buckets]
+        for index, batch in enumerate(exchange.layout.batches):
+            buckets = [entry.bucket for entry in batch.entries]
             size = max(sum(bucket.size for bucket in buckets), 1)
             for bucket in buckets:
                 seconds, sent, steps = self._totals.get(bucket.name, (0.0, 0.0, 0))

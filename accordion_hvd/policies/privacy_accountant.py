@@ -9,8 +9,8 @@ from accordion_hvd.core.base import Compressor
 from accordion_hvd.core.observer import Observer
 
 if TYPE_CHECKING:
-    from accordion_hvd.engine.buckets import Bucket
     from accordion_hvd.engine.exchange import Exchange
+    from accordion_hvd.engine.layout import Bucket
 
 
 class PrivacyAccountant(Observer):

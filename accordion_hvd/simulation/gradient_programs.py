@@ -19,9 +19,9 @@ import numpy as np
 from accordion_hvd import check
 from accordion_hvd.comm.recording import Operation, RecordingCommunicator, Rounds, record
 from accordion_hvd.core.base import ExchangeGenerator, Hosts
-from accordion_hvd.engine.bucket_state import BatchState, BucketState
-from accordion_hvd.engine.buckets import TensorInfo
+from accordion_hvd.engine.bucket_state import BucketState
 from accordion_hvd.engine.exchange import Exchange
+from accordion_hvd.engine.layout import Batch, TensorInfo
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.ops.random import normal
 from accordion_hvd.policies.alternation import Alternation
@@ -127,10 +127,10 @@ class GradientPrograms:
         decisions = [operation for _, operations in launched for operation in operations]
         launched.clear()
         step = exchange.open(self._lr(exchange.steps))
-        rounds = [self._rounds(index) for index in range(len(exchange.bucket_batches.memory))]
+        rounds = [self._rounds(index) for index in range(len(exchange.layout.batches))]
         for index, requests in enumerate(rounds):
             step.start(index, np.zeros(1, np.float32), functools.partial(replay, requests))
-        levels, groups = exchange.levels(), exchange.bucket_batches.plan.groups
+        levels, groups = exchange.levels(), exchange.layout.groups
         batches = exchange.policy.observers.accumulated
         work = [self._work(index, requests) for index, requests in enumerate(rounds)]
         ready = [self._ready(index) for index in range(len(rounds))]
@@ -150,7 +150,7 @@ class GradientPrograms:
 
     def _ready(self, index: int) -> float:
         """Return the part of the backward pass after which a bucket batch is complete."""
-        batch = self._exchange.bucket_batches.plan.batches[index]
+        batch = self._exchange.layout.batches[index]
         return max((self._gradients.ready[member] for member in batch.members), default=0.0)
 
     def _group(
@@ -187,7 +187,7 @@ class GradientPrograms:
 
     def _work(self, index: int, rounds: Rounds) -> list[float]:
         """Return the seconds of each call of a bucket batch's generator."""
-        batch = self._exchange.bucket_batches.memory[index]
+        batch = self._exchange.layout.batches[index]
         compressor = batch.entries[0].compressor
         dense = sum(entry.bucket.dense_bytes for entry in batch.entries)
         answers = [0.0, *[sum(map(self._recorder.received, requests)) for requests in rounds]]
@@ -195,7 +195,7 @@ class GradientPrograms:
 
     def _rounds(self, index: int) -> Rounds:
         """Return the requests of a bucket batch's generator, recorded once."""
-        batch = self._exchange.bucket_batches.memory[index]
+        batch = self._exchange.layout.batches[index]
         first, phase = batch.entries[0], self._exchange.phase(batch.entries[0])
         shapes = tuple(entry.bucket.shape for entry in batch.entries)
         sizes = first.bucket.sizes
@@ -217,7 +217,7 @@ def record_batch(exchange: Exchange, entries: Sequence[BucketState], stacked: st
         step = -(-known.step // ranks) * ranks
         info = replace(known, step=step, size=ranks, hosts=hosts, parameter=None)
         fresh = [BucketState(x.bucket, x.levels, x.spec, x.level) for x in entries]
-        batch = BatchState(fresh, stacked, xp, ())
+        batch = Batch(fresh, stacked, xp, ())
         batch.open(info, ())
         tensors = [gradient_like(entry) for entry in fresh]
         grad = batch.combine(tensors)

@@ -24,7 +24,7 @@ import numpy as np
 from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.core.placement import consecutive
-from accordion_hvd.engine.buckets import TensorInfo
+from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.ops.spec import ITEMSIZE
 from accordion_hvd.policies.decision import Decision
 from accordion_hvd.resolve import resolve

@@ -27,9 +27,9 @@ from accordion_hvd.comm.communicator import Communicator, Pending
 from accordion_hvd.core.base import Compressor, Hosts, Tensor
 from accordion_hvd.core.placement import consecutive
 from accordion_hvd.core.running import Running
-from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.gain import of_sgd
+from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.ops import namespace
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.alternation import Alternation
@@ -218,7 +218,7 @@ class World:
             ]  # fmt: skip
             marks = np.array(there, np.float32)
             present = None if all(there) else xp.asarray(marks, exchange.device)
-            exchange.bucket_batches.give(given, values, present)
+            exchange.give(given, values, present)
         self._hub.advance_all([exchange.advance for exchange in self.exchanges])
         return [self._means(exchange) for exchange in self.exchanges]
 
@@ -278,7 +278,7 @@ class World:
             zeros = functools.partial(exchange.xp.zeros, device=exchange.device)
             lost = {x.name: zeros(x.shape, x.dtype) for x in exchange.tensors}
             return lost if exchange.lost == 0 else None
-        rows = enumerate(zip(exchange.tensors, exchange.bucket_batches.means(), strict=True))
+        rows = enumerate(zip(exchange.tensors, exchange.means(), strict=True))
         return {x.name: None if i in exchange.absent else mean for i, (x, mean) in rows}
 
 

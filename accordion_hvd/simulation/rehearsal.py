@@ -103,7 +103,6 @@ class Rehearsal:
             self._communicator, policy, gradients.tensors, skip=gradients.skip,
             ledger=as_ledger(False),
         )  # fmt: skip
-        self._exchange.bucket_batches.keep_buffers = True
 
     def steps(self, seconds: float = SECONDS) -> list[RehearsedStep]:
         """Return each step of the compressor's period, with its median time over `seconds`."""
@@ -111,7 +110,7 @@ class Rehearsal:
         startup = max((x.compressor.startup_steps for x in exchange.bucket_states), default=0)
         for _ in range(startup + 2):
             self._step()
-        period = max(1, exchange.bucket_batches.period)
+        period = max(1, exchange.layout.period)
         while exchange.counted % period:
             self._step()
         steps: list[_Measured] = []
@@ -126,33 +125,33 @@ class Rehearsal:
         exchange, communicator = self._exchange, self._communicator
         communicator.operations = {}
         exchange.begin()
-        encode, batches = [], exchange.bucket_batches
-        for index, batch in enumerate(batches.plan.batches):
+        encode = []
+        for index, batch in enumerate(exchange.layout.batches):
             with _Clock(communicator, self._synchronize) as clock:
-                grad = batches.pack(index, [self._values[member] for member in batch.members])
-                weights = grad if batches.needs_weights(index) else None
+                grad = batch.pack([self._values[member] for member in batch.members], True)
+                weights = grad if batch.first.compressor.needs_weights else None
                 exchange.start(index, grad, weights)
             encode.append(clock.seconds)
         step = exchange.running
         assert step is not None
         with _Clock(communicator, self._synchronize) as clock:
             exchange.finish()
-            batches.means()
+            exchange.means()
         decode = [cost.decode for cost in step.costs]
         shares = [x / (sum(decode) or 1.0) for x in decode]
         return _Measured(encode, clock.seconds, shares, communicator.operations)
 
     def _rehearsed(self, steps: Sequence[_Measured]) -> RehearsedStep:
         """Return a step, given measurements of steps with the same operations."""
-        plan, ready = self._exchange.bucket_batches.plan, self._gradients.ready
+        layout, ready = self._exchange.layout, self._gradients.ready
         encode = [statistics.median(x) for x in zip(*(step.encode for step in steps), strict=True)]
         rest = statistics.median(step.rest for step in steps)
         shares = [statistics.mean(x) for x in zip(*(step.shares for step in steps), strict=True)]
         rounds = _rounds(steps[-1].operations)
         groups, done = [], 0.0
-        for number, members in enumerate(plan.groups):
+        for number, members in enumerate(layout.groups):
             done += sum(encode[index] for index in members)
-            share = max(ready[m] for index in members for m in plan.batches[index].members)
+            share = max(ready[m] for index in members for m in layout.batches[index].members)
             own = rounds.get(number, [()])
             decode = (rest * shares[number] / len(own),) * len(own)
             groups.append(FusionGroup(share, done, tuple(own), decode))

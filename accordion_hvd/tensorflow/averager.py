@@ -16,9 +16,9 @@ from accordion_hvd.core.base import Tensor
 from accordion_hvd.engine import checkpoint, gain
 from accordion_hvd.engine import guard as guards
 from accordion_hvd.engine.bucket_state import drifting
-from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.gradient_averager import GradientAverager
 from accordion_hvd.engine.guard import Guard
+from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.engine.rank_changes import Gather, Group
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policies import Policy
@@ -239,7 +239,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
 
     def _weights(self) -> list[Tensor]:
         """Return the values of the variables, or [] if no compressor needs them."""
-        if not self.exchange.bucket_batches.any_needs_weights:
+        if not self.exchange.any_needs_weights:
             return []
         values = {key_of(v): v for v in self.variables()}
         return [tf.convert_to_tensor(values[key]) for key in self.keys]
@@ -294,9 +294,9 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         """Run operation by operation, for exchange generators that read values."""
         exchange = self.exchange
         exchange.open(lr)
-        exchange.bucket_batches.give(grads, weights, marks and tf.constant(marks, tf.float32))
+        exchange.give(grads, weights, marks and tf.constant(marks, tf.float32))
         if exchange.finish():
-            means = exchange.bucket_batches.means()
+            means = exchange.means()
         else:
             means = [xp.filled(grad, exchange.lost) for grad in grads]
         return [None if i in exchange.absent else mean for i, mean in enumerate(means)]
@@ -355,7 +355,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         try:
             rate, weights = (
                 tf.TensorSpec((), tf.float32),
-                specs if exchange.bucket_batches.any_needs_weights else [],
+                specs if exchange.any_needs_weights else [],
             )
             more = [tf.TensorSpec((len(specs),), tf.float32)] if marked else []
             self._functions[marked] = function.get_concrete_function(specs, rate, weights, *more)

@@ -13,8 +13,8 @@ from accordion_hvd.comm.horovod.tensorflow import HorovodCommunicator
 from accordion_hvd.comm.local import connect
 from accordion_hvd.core.base import Tensor
 from accordion_hvd.engine import checkpoint
-from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.guard import Guard
+from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.engine.model_averager import ModelAverager, Parameters
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policies.alternation import Alternation

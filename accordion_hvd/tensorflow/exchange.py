@@ -231,9 +231,8 @@ class TensorFlowExchange(Exchange):
         with tf.control_dependencies(grads):
             began = tf.timestamp()
             self._began.assign(began)
-        self.bucket_batches.refresh()
         self._per_step = {}
-        period = self.bucket_batches.period
+        period = self._fresh_layout().period
         try:
             if period == 1:
                 means, changed, bad = self._trace_step(grads, lr, weights, present)
@@ -273,7 +272,7 @@ class TensorFlowExchange(Exchange):
             entry.evidence = {key: tf.identity(value) for key, value in entry.evidence.items()}
             entry.carried = None if entry.carried is None else tf.identity(entry.carried)
         step = self.open(self.rates(lr))
-        self.bucket_batches.give(grads, weights, present)
+        self.give(grads, weights, present)
         while not self.advance():
             pass
         self.close()
@@ -281,7 +280,7 @@ class TensorFlowExchange(Exchange):
             (dict(entry.state or {}), dict(entry.evidence), entry.carried)
             for entry in self.bucket_states
         ]
-        means = self.bucket_batches.means()
+        means = self.means()
         if present is not None:
             means.append(tf.stack([self.absent.get(i, False) for i in range(len(self.tensors))]))
         return means, changed, step.bad

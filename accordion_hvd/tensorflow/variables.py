@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from accordion_hvd.engine.buckets import TensorInfo
+from accordion_hvd.engine.layout import TensorInfo
 
 
 def create(value: Any, dtype: Any = None) -> tf.Variable:

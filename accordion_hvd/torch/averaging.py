@@ -26,8 +26,8 @@ import torch
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.engine import checkpoint
-from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.guard import Guard
+from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.engine.model_averager import ModelAverager, Parameters
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.policies.alternation import Alternation

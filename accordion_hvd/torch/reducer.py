@@ -15,10 +15,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allgather, ExchangeGenerator
 from accordion_hvd.engine import checkpoint
-from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.gradient_averager import GradientAverager
 from accordion_hvd.engine.guard import Guard
+from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.privacy_accountant import per_sample
@@ -178,7 +178,6 @@ class Reducer(GradientAverager[Exchange]):
             self.communicator, self.policy, tensors, skip=self.skip, name=self.name,
             ledger=self.ledger,
         )  # fmt: skip
-        exchange.bucket_batches.keep_buffers = True
         exchange.notes_absence = self.leaves_unused
         if self.scaler is not None:  # scales that only steps know may differ between ranks
             reference = weakref.ref(self)
@@ -363,39 +362,37 @@ class Reducer(GradientAverager[Exchange]):
                 if watched.delay > 0 or self.policy.observers.any("withholds"):
                     return  # more batches follow, or models are averaged instead
             self._begin()
-        plan = self.exchange.bucket_batches.plan
-        batch = plan.batch_of[number]
+        layout = self.exchange.layout
+        batch = layout.batch_of[number]
         self._ready[batch] += 1
-        if self._ready[batch] == len(plan.batches[batch].members):
+        if self._ready[batch] == len(layout.batches[batch].members):
             self._start(batch)
 
     def _start_missing(self) -> None:
         running = self.exchange.running
         assert running is not None
-        for batch in range(len(self.exchange.bucket_batches.plan.batches)):
+        for batch in range(len(self.exchange.layout.batches)):
             if not running.started(batch):
                 self._start(batch)
 
-    def _start(self, batch: int) -> None:
-        parameters = [
-            self.keys[m] for m in self.exchange.bucket_batches.plan.batches[batch].members
-        ]
+    def _start(self, index: int) -> None:
+        batch = self.exchange.layout.batches[index]
+        parameters = [self.keys[m] for m in batch.members]
         gradients, began = _samples if per_sample(self.policy) else self._gradients, perf_counter()
-        grad = self.exchange.bucket_batches.pack(batch, gradients(parameters))
+        grad = batch.pack(gradients(parameters), keep=True)
         with torch.no_grad():
             if self._scaled:
                 grad = grad.div_(self._scale())
             if self.batches > 1:
                 grad = grad.div_(self.batches)
             weights = None
-            if self.exchange.bucket_batches.needs_weights(batch):
-                detached = [parameter.detach() for parameter in parameters]
-                weights = self.exchange.bucket_batches.pack_weights(batch, detached)
+            if batch.first.compressor.needs_weights:
+                weights = batch.pack([parameter.detach() for parameter in parameters])
             present = None
             if not all(there := [self._is_present(parameter) for parameter in parameters]):
                 present = torch.tensor(there, dtype=torch.float32, device=grad.device)
             self.ledger.add("encode", perf_counter() - began)
-            self.exchange.start(batch, grad, weights, present)
+            self.exchange.start(index, grad, weights, present)
 
     def _is_present(self, parameter: torch.Tensor) -> bool:
         """Return whether the mean of a parameter's gradient is applied, whatever other ranks do."""
@@ -429,21 +426,19 @@ class Reducer(GradientAverager[Exchange]):
         factor: Any = self.communicator.size if self.total else 1
         if self._scaled:
             factor = factor * self._scale()
-        for index, batch in enumerate(self.exchange.bucket_batches.plan.batches):
+        for batch in self.exchange.layout.batches:
             kept = [i for i, m in enumerate(batch.members) if m not in self.exchange.absent]
             parameters = [self.keys[batch.members[i]] for i in kept]
             if finite:
-                means = self.exchange.bucket_batches.unpack(index)
+                means = batch.unpack()
                 means = [means[i] for i in kept]
                 if self.total or self._scaled:
                     means = [mean.mul_(factor) for mean in means]
-                exclusive = not self.exchange.bucket_batches.shares(index)
             else:
                 means = [torch.full_like(p, self.exchange.lost) for p in parameters]
-                exclusive = True
             if parameters:
-                self._put(parameters, means, exclusive)
-        self.exchange.results.clear()  # free the memory before the next step
+                self._put(parameters, means, not finite or not batch.shares)
+            batch.mean = None  # free the memory before the next step
         self.ledger.add("decode", perf_counter() - began)
 
     def _put(

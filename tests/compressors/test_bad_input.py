@@ -14,8 +14,8 @@ from laws import check_conservation
 from accordion_hvd import Info, TopK, simulate
 from accordion_hvd.compressors.dense import AllElements
 from accordion_hvd.core.base import Compressor
-from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange
+from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.resolve import as_policy
 from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator

@@ -28,7 +28,7 @@ from traced import same_in_a_graph
 
 import accordion_hvd
 from accordion_hvd import DGC, LGC, Allgather, Allreduce, Compressor, Dense, Info, TopK, TwoLevel
-from accordion_hvd.engine.bucket_state import BatchState
+from accordion_hvd.engine.layout import Batch
 from accordion_hvd.ops import namespace
 
 # The algorithm is the same in all frameworks, so not each one needs every number of ranks.
@@ -258,7 +258,7 @@ def test_stubs_break_laws(stub: Compressor, claims: Case, broken: set[laws.Law])
 
 
 def test_what_is_not_restored_breaks_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BatchState, "_chosen", lambda self, old, new, absent: new)
+    monkeypatch.setattr(Batch, "_chosen", lambda self, old, new, absent: new)
     with pytest.raises(AssertionError):
         laws.absent_tensors_stay(topk(0.1), NUMPY, 2)
 

@@ -106,7 +106,7 @@ def test_a_graph_makes_updates_and_is_traced_anew_for_each_stage() -> None:
     import tensorflow as tf
 
     pytest.importorskip("horovod.tensorflow")
-    from accordion_hvd.engine.buckets import TensorInfo
+    from accordion_hvd.engine.layout import TensorInfo
     from accordion_hvd.tensorflow.exchange import TensorFlowExchange
 
     def exchange_of(compressor: Compressor) -> TensorFlowExchange:
@@ -197,9 +197,9 @@ def simulated(policy: Any) -> list[Any]:
 
 def one(exchange: Any, gradient: np.ndarray) -> np.ndarray:
     exchange.open(0.1)
-    exchange.bucket_batches.give([gradient.copy()])
+    exchange.give([gradient.copy()])
     assert exchange.finish()
-    return np.array(exchange.bucket_batches.means()[0])
+    return np.array(exchange.means()[0])
 
 
 # ------------------------------------------------- general rules of compressors that return updates

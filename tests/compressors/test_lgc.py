@@ -44,8 +44,8 @@ from accordion_hvd.compressors.autoencoder import (
     signals_of,
 )
 from accordion_hvd.engine import checkpoint
-from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.checkpoint_files import read_manifest
+from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.resolve import as_policy
 from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, World
 
@@ -272,7 +272,7 @@ def test_phases_wait_while_another_level_serves(form: str) -> None:
         total += exact_mean([mine["w"] for mine in gradients])
         means = step(world, NUMPY, gradients)
         (entry, *_) = [s for s in world.exchanges[0].bucket_states if s.bucket.compress]
-        served += world.exchanges[0].bucket_batches._phases or [0]
+        served += world.exchanges[0].layout.phases or [0]
         assert means[0] is not None
         total -= means[0]["w"]
         if number == 2:
@@ -536,9 +536,7 @@ def test_resuming_goes_on_where_it_was(form: str, at: int, tmp_path: Path) -> No
     again = resumed(tmp_path, world, Replay(named), 2, steps[0][0])
     for ours, theirs in zip(steps[at:], copies[at:], strict=True):
         means, wanted = step(again, NUMPY, theirs)[0], step(world, NUMPY, ours)[0]
-        assert (
-            again.exchanges[0].bucket_batches._phases == world.exchanges[0].bucket_batches._phases
-        )
+        assert again.exchanges[0].layout.phases == world.exchanges[0].layout.phases
         assert means is not None and wanted is not None
         assert all(same_bits(means[name], wanted[name]) for name in wanted)
 

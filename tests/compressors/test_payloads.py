@@ -26,7 +26,7 @@ from accordion_hvd import (
 )
 from accordion_hvd.check import PayloadError
 from accordion_hvd.core.running import Running
-from accordion_hvd.engine.buckets import TensorInfo
+from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.ops import namespace
 from accordion_hvd.resolve import as_policy
 from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator

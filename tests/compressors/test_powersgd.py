@@ -12,7 +12,7 @@ from frameworks import TENSORFLOW, Ranks, installed, normals
 from accordion_hvd import PowerSGD, StepSchedule, simulate
 from accordion_hvd.compressors.powersgd import matrix_shape
 from accordion_hvd.core.base import Info
-from accordion_hvd.engine.buckets import TensorInfo
+from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.policies.cost_model import bytes_sent
@@ -186,17 +186,14 @@ def test_prices_are_means_over_both_turns() -> None:
 
 
 def test_batches_survive_the_turns() -> None:
-    """States of small layers are stacked once; a turn makes no new plan and copies no state."""
+    """States of small layers are stacked once; a turn makes no new layout and copies no state."""
     world = simulate(PowerSGD(2, alternate=True), 2)
-    plans, memories = [], []
+    layouts = []
     for rows in zip(*(normals((40, 30), 2, seed, steps=6) for seed in range(3)), strict=True):
         world.step([{str(i): row[rank] for i, row in enumerate(rows)} for rank in range(2)])
-        batches = world.exchanges[0].bucket_batches
-        plans.append(batches.plan)
-        memories.append(batches.memory[0])
-    assert len(plans[-1].batches[0].buckets) == 3
-    assert all(plan is plans[2] for plan in plans[2:])
-    assert all(memory is memories[2] for memory in memories[2:])
+        layouts.append(world.exchanges[0].layout)
+    assert len(layouts[-1].batches[0].entries) == 3
+    assert all(layout is layouts[2] for layout in layouts[2:])
 
 
 @pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")

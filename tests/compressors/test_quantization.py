@@ -352,7 +352,7 @@ def test_small_and_exempt_tensors_get_signs_too(momentum: float, framework: Fram
     sizes = [-(-coded((size,), 1) // ranks) for size in (24 * 50, flat)]
     for exchange in world.exchanges:
         flags = exchange.stats()["payload"] - 4 * sum((ranks + 1) * width for width in sizes)
-        assert flags == 4 * 8 * len(exchange.bucket_batches.plan.groups)
+        assert flags == 4 * 8 * len(exchange.layout.groups)
 
 
 def test_efsignsgd_follows_the_paper() -> None:

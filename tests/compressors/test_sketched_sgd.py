@@ -230,9 +230,7 @@ def test_large_and_small_tensors_travel_together() -> None:
     exchange = world.exchanges[0]
     assert set(exchange.levels().values()) == {repr(SketchedSGD(0.01)), "DGC(ratio=1.0)"}
     sketch, rest = 4 * 50 * (5 * 10 + 4), 4 * 50
-    assert exchange.stats()["payload"] == sketch + rest + 8 * len(
-        exchange.bucket_batches.plan.groups
-    )
+    assert exchange.stats()["payload"] == sketch + rest + 8 * len(exchange.layout.groups)
 
 
 def test_the_default_sends_an_18th() -> None:

@@ -39,4 +39,4 @@ def test_stc_sends_signs_times_the_mean_magnitude() -> None:
             wanted[largest] = np.sign(total[largest]) * np.abs(total[largest]).mean()
             np.testing.assert_allclose(found[name].reshape(-1), wanted, rtol=1e-5)
             error[name] = total - wanted
-    assert len(world.exchanges[0].bucket_batches.plan.batches) == 1
+    assert len(world.exchanges[0].layout.batches) == 1

@@ -42,9 +42,9 @@ from accordion_hvd import (
     TopK,
     simulate,
 )
-from accordion_hvd.engine import plan
-from accordion_hvd.engine.buckets import TensorInfo
+from accordion_hvd.engine import layout
 from accordion_hvd.engine.exchange import Exchange
+from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.resolve import as_policy
 from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, World, lockstep
 
@@ -65,7 +65,7 @@ def one_step(world: list[Exchange]) -> None:
     """Run one step in which ranks have different values in each tensor."""
     for rank, exchange in enumerate(world):
         exchange.begin(0.1)
-        exchange.bucket_batches.give([values(rank, tensor) for tensor in exchange.tensors])
+        exchange.give([values(rank, tensor) for tensor in exchange.tensors])
     while not all([exchange.advance() for exchange in world]):
         pass
     assert all([exchange.close() for exchange in world])
@@ -115,15 +115,15 @@ def test_ranks_may_start_in_any_order(framework: Framework) -> None:
             with framework.running():
                 for exchange, mine in zip(world.exchanges, now, strict=True):
                     exchange.open(0.1)
-                    units = exchange.bucket_batches.plan.batches
+                    units = exchange.layout.batches
                     for index in rng.permutation(len(units)):
                         names = [exchange.tensors[m].name for m in units[index].members]
                         parts = [framework.tensor(mine[name]) for name in names]
-                        exchange.start(int(index), exchange.bucket_batches.pack(int(index), parts))
+                        exchange.start(int(index), exchange.layout.batches[int(index)].pack(parts))
                 while not all([exchange.advance() for exchange in world.exchanges]):
                     pass
                 assert all([exchange.close() for exchange in world.exchanges])
-                means = [framework.array(e.bucket_batches.means()[0]) for e in world.exchanges]
+                means = [framework.array(e.means()[0]) for e in world.exchanges]
         assert all(same_bits(mean, means[0]) for mean in means)
         wanted = means[0] if wanted is None else wanted
         assert same_bits(means[0], wanted)
@@ -141,10 +141,10 @@ def test_extension() -> None:
         for world in (grown, plain):
             one_step(world)
         for one, other in zip(grown, plain, strict=True):
-            assert same_bits(one.bucket_batches.means()[0], other.bucket_batches.means()[0])
+            assert same_bits(one.means()[0], other.means()[0])
     assert len(grown[0].bucket_states) == 4
     late = np.mean([values(rank, more[1]) for rank in range(ranks)], 0)
-    np.testing.assert_allclose(grown[0].bucket_batches.means()[3], late, atol=1e-6)
+    np.testing.assert_allclose(grown[0].means()[3], late, atol=1e-6)
 
 
 def test_skip_and_overrides_are_by_name() -> None:
@@ -315,8 +315,8 @@ def apart_and_together(
 ) -> tuple[World, World, list[tuple[Any, Any]]]:
     """Run the same steps with a bucket batch per tensor, and with batches of small tensors."""
     worlds, results = [], []
-    for largest in (0, plan.CPU.stacked):
-        monkeypatch.setattr(plan, "CPU", replace(plan.CPU, stacked=largest))
+    for largest in (0, layout.CPU.stacked):
+        monkeypatch.setattr(layout, "CPU", replace(layout.CPU, stacked=largest))
         world, rng, means = simulate(copy.deepcopy(compression), 2), np.random.default_rng(3), []
         for _ in range(steps):
             mine = [
@@ -331,7 +331,7 @@ def apart_and_together(
             assert all(map(same_bits, mine, others))
         worlds.append(world)
         results.append(means)
-    assert len(worlds[0].exchanges[0].bucket_batches.plan.batches) == len(TWINS)
+    assert len(worlds[0].exchanges[0].layout.batches) == len(TWINS)
     return worlds[0], worlds[1], list(zip(*results, strict=True))
 
 
@@ -359,7 +359,7 @@ def test_sharing_a_bucket_batch_changes_nothing(
             np.testing.assert_allclose(alone, together, atol=1e-5, rtol=1e-5)
     batching = case.compressor.batching
     units = {"alike": 2, "any": 1, "": len(TWINS)}[batching]
-    assert len(shared.exchanges[0].bucket_batches.plan.batches) == units
+    assert len(shared.exchanges[0].layout.batches) == units
 
 
 @pytest.mark.parametrize("framework", parameters())
@@ -374,13 +374,13 @@ def test_reading_a_state_leaves_it_where_it_is(framework: Framework) -> None:
         ]
         with framework.running():
             world.step(mine, 0.1)
-        (memory, *_) = (m for m in world.exchanges[0].bucket_batches.memory if len(m.entries) > 1)
+        (memory, *_) = (m for m in world.exchanges[0].layout.batches if len(m.entries) > 1)
         stack = memory.state["error"]
         for place, entry in enumerate(memory.entries):
             assert same_bits(framework.array(entry.state["error"]), framework.array(stack[place]))
             assert set(entry.evidence) == set(entry.saved().evidence) == {"gradients"}
         assert memory.state["error"] is stack
-        assert all(entry.within(memory._stack) for entry in memory.entries)
+        assert all(entry.within(memory) for entry in memory.entries)
 
 
 @pytest.mark.seldom(tensorflow=lambda signal: signal == "local")

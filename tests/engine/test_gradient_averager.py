@@ -16,10 +16,10 @@ from threads import Threaded
 from accordion_hvd import Accordion, Dense, PowerSGD, TopK, simulate
 from accordion_hvd.comm.agreement import RanksDisagree
 from accordion_hvd.engine import checkpoint, rank_changes
-from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.gradient_averager import GradientAverager
 from accordion_hvd.engine.guard import Guard, ReplicasDiffer
+from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.resolve import as_policy
 from accordion_hvd.simulation.one_process import Hub
 
@@ -63,15 +63,15 @@ class NumPyAverager(GradientAverager[Exchange]):
             self.agree()
         exchange = self.exchange
         exchange.begin(lr)
-        for index, unit in enumerate(exchange.bucket_batches.plan.batches):
+        for index, unit in enumerate(exchange.layout.batches):
             parts = [grads[self.keys[member]].copy() for member in unit.members]
-            exchange.start(index, exchange.bucket_batches.pack(index, parts))
+            exchange.start(index, exchange.layout.batches[index].pack(parts))
         exchange.finish()
         return {
             self.keys[member]: mean
-            for index, unit in enumerate(exchange.bucket_batches.plan.batches)
+            for index, unit in enumerate(exchange.layout.batches)
             for member, mean in zip(
-                unit.members, exchange.bucket_batches.unpack(index), strict=True
+                unit.members, exchange.layout.batches[index].unpack(), strict=True
             )
         }
 

@@ -14,9 +14,9 @@ from accordion_hvd.comm import reference
 from accordion_hvd.comm.agreement import explain_disagreement, gather
 from accordion_hvd.core.running import drive
 from accordion_hvd.engine.bucket_state import span
-from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.guard import EARLY, Guard, describe
+from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.optimizers import ZeroOneAdam
 from accordion_hvd.resolve import as_policy, default_guard
 from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, lockstep

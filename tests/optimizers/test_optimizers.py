@@ -161,7 +161,7 @@ def test_many_small_tensors_share_a_call(row: Row, framework: Framework) -> None
             if not row.random:
                 np.testing.assert_allclose(both[f"w{i}"], one["w"], atol=1e-9)
     shared = row.rule.batching or row.rule.scope == "flat"
-    assert len(together.exchanges[0].bucket_batches.plan.batches) == (1 if shared else 3)
+    assert len(together.exchanges[0].layout.batches) == (1 if shared else 3)
 
 
 STAGED = [row for row in ROWS if row.rule.dense() != row.rule]

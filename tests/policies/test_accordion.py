@@ -43,8 +43,8 @@ from accordion_hvd import (
     simulate,
 )
 from accordion_hvd.compressors.autoencoder import Autoencoder
-from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange
+from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.policies.critical_regimes import CHANGED, HIGH, LOW
 from accordion_hvd.policies.windows import PATIENCE
 from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, World
@@ -564,7 +564,7 @@ def test_equal_levels_with_phases_are_the_static_compressor(
         scale = (1.0, 1.0, 4.0)[number // 2 % 3]
         gradients = [{k: g * np.float32(scale) for k, g in mine.items()} for mine in gradients]
         ours, theirs = (step(w, NUMPY, gradients) for w in (world, twin))
-        phases.add((*world.exchanges[0].bucket_batches._phases, lgc.variant(number)))
+        phases.add((*world.exchanges[0].layout.phases, lgc.variant(number)))
         for mine, wanted in zip(ours, theirs, strict=True):
             for name in wanted:
                 np.testing.assert_allclose(mine[name], wanted[name], atol=1e-4)
@@ -843,7 +843,7 @@ def test_the_papers_network_sends_the_papers_floats(classes: int, rank: int, flo
     hub, policy = Hub(1), Fixed(PowerSGD(rank))
     exchange = Exchange(SimulatedCommunicator(hub, 0, NUMPY.xp), policy, tensors)
     exchange.begin(0.1)
-    exchange.bucket_batches.give([np.ones(tensor.shape, np.float32) for tensor in tensors])
-    flags = 2 * len(exchange.bucket_batches.plan.groups)
+    exchange.give([np.ones(tensor.shape, np.float32) for tensor in tensors])
+    flags = 2 * len(exchange.layout.groups)
     exchange.finish()
     assert exchange.stats()["payload"] == 4 * (floats + flags)

@@ -13,7 +13,7 @@ import pytest
 from frameworks import NUMPY, Framework, parameters
 
 from accordion_hvd import QSGD, Accordion, Dense, PowerSGD, TopK, namespace, simulate
-from accordion_hvd.engine import plan
+from accordion_hvd.engine import layout
 from accordion_hvd.ops.spec import FOLDS, Spec
 from accordion_hvd.policies import efficiency
 from accordion_hvd.policies.base import Seen
@@ -200,8 +200,8 @@ def test_sketches_in_stacks(
     """Norms are those of sketches that are alone; no sketch is part of one vector."""
     shapes = {"a": (300, 256), "b": (40, 30), "c": (300, 256), "d": (256, 300)}
     found = []
-    for limits in (plan.CPU, plan.ACCELERATOR):
-        monkeypatch.setattr(plan, "CPU", limits)
+    for limits in (layout.CPU, layout.ACCELERATOR):
+        monkeypatch.setattr(layout, "CPU", limits)
         policy = Watching(compressor, Sketches(), GradientSums())
         world, rng = simulate(policy, 2), np.random.default_rng(0)
         for _ in range(WINDOW + 1):
@@ -210,7 +210,7 @@ def test_sketches_in_stacks(
             }
             with framework.running():
                 world.step([grads, {k: x + 1 for k, x in grads.items()}], 0.1)
-        batches = world.exchanges[0].bucket_batches.plan.batches
+        batches = world.exchanges[0].layout.batches
         found.append((len(batches), world.exchanges[0].policy.given[0]))
     (apart, one), (stacked, other) = found
     assert apart == 4 and stacked == (3 if compressor.batching == "alike" else 4)

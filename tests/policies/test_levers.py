@@ -302,7 +302,7 @@ def test_prices_are_what_is_counted(compressor: Any, ranks: int) -> None:
     priced = sum(
         bytes_sent(level, b.shape, b.dtype, ranks) for level, b in zip(levels, buckets, strict=True)
     )
-    flags = 8 * (ranks - 1) * len(exchange.bucket_batches.plan.groups)
+    flags = 8 * (ranks - 1) * len(exchange.layout.groups)
     padding = 4 * (ranks - 1) * len(buckets) if isinstance(compressor, QSGD) else 0
     assert priced - padding <= exchange.stats()["sent"] <= priced + flags
     assert bytes_sent(compressor, SHAPE, "float32", 1) == 0
@@ -363,7 +363,7 @@ def test_a_budget_caps_levels() -> None:
             before = world.exchanges[0].stats()["sent"] if world.exchanges else 0.0
             step(world, NUMPY, gradients)
             exchange = world.exchanges[0]
-            flags = 8 * len(exchange.bucket_batches.plan.groups)
+            flags = 8 * len(exchange.layout.groups)
             assert exchange.stats()["sent"] - before <= 1e6 * budget + flags
         levels = {exchange.policy.level(name) for name in ("w", "v")}
         assert levels == allowed

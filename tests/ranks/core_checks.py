@@ -191,8 +191,8 @@ def check_decisions_of_rank_0_are_everybodys() -> None:
 
     from accordion_hvd import Accordion, PowerSGD
     from accordion_hvd.comm.agreement import gather
-    from accordion_hvd.engine.buckets import TensorInfo
     from accordion_hvd.engine.exchange import Exchange
+    from accordion_hvd.engine.layout import TensorInfo
 
     ours = communicator()
     policy = Accordion(low=PowerSGD(2), high=PowerSGD(1), window=2, interval=1)
@@ -205,7 +205,7 @@ def check_decisions_of_rank_0_are_everybodys() -> None:
         exchange.begin(0.1)
         exchange.start(0, torch.tensor(mine))
         assert exchange.finish()
-        mean = exchange.bucket_batches.unpack(0)[0]
+        mean = exchange.layout.batches[0].unpack()[0]
         scales = [1.0 + r * 10.0 ** (step // 2) for r in range(ours.size)]
         parts = everybody((40, 50), step // 2)
         carried = (
@@ -226,8 +226,8 @@ def check_plans_that_differ_are_noticed() -> None:
     import torch
 
     from accordion_hvd import TopK
-    from accordion_hvd.engine.buckets import TensorInfo
     from accordion_hvd.engine.exchange import Exchange
+    from accordion_hvd.engine.layout import TensorInfo
     from accordion_hvd.resolve import as_policy
 
     ours = communicator()

@@ -149,8 +149,8 @@ def check_launch_orders_that_differ() -> None:
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(layers.parameters(), 0.1), layers.named_parameters(), PowerSGD(2)
     )
-    optimizer.exchange.bucket_batches._limit = 1000  # one fusion group per layer
-    optimizer.exchange.bucket_batches.forget()
+    optimizer.exchange.group_bytes = 1000  # one fusion group per layer
+    optimizer.exchange.forget()
     for step in range(3):
         optimizer.zero_grad()
         order = range(6) if hvd.rank() % 2 else reversed(range(6))
@@ -158,7 +158,7 @@ def check_launch_orders_that_differ() -> None:
         for index in order:
             layers[index](x).square().mean().backward()
         optimizer.step()
-    assert len(optimizer.exchange.bucket_batches.plan.groups) == 6
+    assert len(optimizer.exchange.layout.groups) == 6
     sums = hvd.allgather_object([float(layer.weight.detach().double().sum()) for layer in layers])
     assert all(row == sums[0] for row in sums)
 

@@ -253,7 +253,7 @@ def check_levers_together_and_a_budget() -> None:
         optimizer.step()
         sent.append(optimizer.exchange.stats()["sent"])
     assert same_everywhere(model)
-    flags = 16 * len(optimizer.exchange.bucket_batches.plan.groups)
+    flags = 16 * len(optimizer.exchange.layout.groups)
     for window in range(2, 4):  # windows that large batches fill
         steps = (sent[(window + 1) * WINDOW - 1] - sent[window * WINDOW - 1]) / WINDOW
         assert steps <= 1e6 * budget + flags, (steps, budget)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from accordion_hvd.comm.recording import Operation
-from accordion_hvd.engine.buckets import TensorInfo
+from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.resolve import resolve
 from accordion_hvd.simulation import Link, simulate_job

@@ -42,9 +42,9 @@ from accordion_hvd import (
     TwoLevel,
     simulate,
 )
-from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.checkpoint import save_state
 from accordion_hvd.engine.guard import Guard
+from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.engine.model_averager import ModelAverager, Parameters
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.optimizers import (

@@ -357,11 +357,10 @@ def _sent_over_tcp() -> float:
 
 def _groups(exchange: Exchange, step: Step) -> list[dict[str, Any]]:
     """Return the costs of the fusion groups of a step."""
-    plan, states = exchange.bucket_batches.plan, exchange.bucket_states
-    rows = []
-    for members, cost in zip(plan.groups, step.costs, strict=True):
-        buckets = [i for member in members for i in plan.batches[member].buckets]
-        first, more = states[buckets[0]], len(buckets) - 1
+    layout, rows = exchange.layout, []
+    for members, cost in zip(layout.groups, step.costs, strict=True):
+        first, *others = [x for member in members for x in layout.batches[member].entries]
+        more = len(others)
         rows.append(
             {
                 "label": f"{first.bucket.name}{f' and {more} more' if more else ''}",

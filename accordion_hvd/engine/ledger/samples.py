@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,9 @@ from accordion_hvd.core.base import Compressor, Info, State, Tensor
 from accordion_hvd.engine.ledger.series import thinned
 
 if TYPE_CHECKING:
-    from accordion_hvd.engine.bucket_state import BatchState, BucketState
+    from accordion_hvd.engine.bucket_state import BucketState
     from accordion_hvd.engine.exchange import Exchange
+    from accordion_hvd.engine.layout import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -71,25 +72,25 @@ class Samples:
         self.measuring = not self._failed and (step in EARLY or step % interval == 0)
         self._open.clear()
 
-    def before(self, exchange: Exchange, batch_state: BatchState, grad: Tensor) -> None:
-        """Measure a bucket batch before its exchange; `grad` is only read.
+    def before(self, exchange: Exchange, batch: Batch, grad: Tensor) -> None:
+        """Measure a batch before its exchange; `grad` is only read.
 
         Nothing is measured in graphs, and nothing of a private method, because it would reveal
         information about gradients. If a shadow fails, nothing is measured any more.
         """
         try:
-            self._measure(exchange, batch_state, grad)
+            self._measure(exchange, batch, grad)
         except Exception as error:
             self.measuring, self._failed = False, True
             self._open.clear()
             text = f"{type(error).__name__}: {error}"
             logger.warning("accordion_hvd: errors are not measured any more (%s).", text)
 
-    def _measure(self, exchange: Exchange, batch_state: BatchState, grad: Tensor) -> None:
+    def _measure(self, exchange: Exchange, batch: Batch, grad: Tensor) -> None:
         xp = exchange.xp
-        if batch_state.entries[0].compressor.private or xp.symbolic(grad):
+        if batch.first.compressor.private or xp.symbolic(grad):
             return
-        for entry, part in _parts(xp, batch_state, grad):
+        for entry, part in batch.parts(grad):
             if not entry.bucket.compress:
                 continue
             info = replace(exchange.info(entry), parameter=None)
@@ -186,19 +187,6 @@ def _measurable(compressor: Compressor) -> bool:
     needs = compressor.private or compressor.needs_weights or compressor.topology_aware
     alone = compressor.scope in ("tensor", "flat") and not compressor.per_sample
     return plain and alone and not needs
-
-
-def _parts(xp: Any, batch_state: BatchState, grad: Tensor) -> Iterator[tuple[Any, Tensor]]:
-    """Yield the buckets of a batch with their gradients."""
-    entries = batch_state.entries
-    if not batch_state.stacked:
-        yield entries[0], grad
-    elif batch_state.stacked == "alike":
-        yield from zip(entries, xp.unstack(grad), strict=True)
-    else:
-        pieces = xp.split(grad, [entry.bucket.size for entry in entries])
-        for entry, piece in zip(entries, pieces, strict=True):
-            yield entry, xp.reshape(piece, entry.bucket.shape)
 
 
 def _number(xp: Any, scalar: Tensor) -> float:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from accordion_hvd.engine.buckets import TensorInfo
+from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.ops import backend
 from accordion_hvd.simulation.gradient_programs import Gradients
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from accordion_hvd import FP16, WAGMA, Accordion, Dense, EFSignSGD, PowerSGD, TopK
 from accordion_hvd.comm import tcp
-from accordion_hvd.engine.buckets import TensorInfo
 from accordion_hvd.engine.exchange import Exchange
+from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.engine.ledger import Ledger, Sink, as_ledger, files
 from accordion_hvd.engine.ledger.ledger import SHARED
 from accordion_hvd.engine.ledger.samples import Samples
@@ -57,11 +57,11 @@ def train(exchanges: list[Exchange], steps: int, lr: float = 0.1) -> list[list[n
         for rank, exchange in enumerate(exchanges):
             exchange.open(lr)
             grads = [gradient(rank, step, tensor) for tensor in MODEL]
-            exchange.bucket_batches.give(grads)
+            exchange.give(grads)
         while not all([exchange.advance() for exchange in exchanges]):
             pass
         assert all([exchange.close() for exchange in exchanges])
-        means.append([np.copy(x) for x in exchanges[0].bucket_batches.means()])
+        means.append([np.copy(x) for x in exchanges[0].means()])
     return means
 
 
@@ -169,7 +169,7 @@ def test_errors_are_those_of_an_oracle():
 def train_step(exchanges: list[Exchange], step: int) -> None:
     for rank, exchange in enumerate(exchanges):
         exchange.open(0.1)
-        exchange.bucket_batches.give([gradient(rank, step, tensor) for tensor in MODEL])
+        exchange.give([gradient(rank, step, tensor) for tensor in MODEL])
     while not all([exchange.advance() for exchange in exchanges]):
         pass
     assert all([exchange.close() for exchange in exchanges])
@@ -212,7 +212,7 @@ def test_skipped_steps_are_events():
     ledger = Ledger()
     (exchange,) = world(TopK(0.1), [ledger])
     exchange.open(0.1)
-    exchange.bucket_batches.give([np.full(t.shape, np.nan, "float32") for t in MODEL])
+    exchange.give([np.full(t.shape, np.nan, "float32") for t in MODEL])
     assert not exchange.finish()
     assert ledger.series.total("skipped") == 1
     assert ledger.events[-1]["kind"] == "skipped"

@@ -7,8 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accordion_hvd.check import matches
-from accordion_hvd.engine.buckets import MIN_ELEMENTS, TensorInfo, fingerprint, make_buckets
-from accordion_hvd.engine.plan import limits_of, make_groups, make_plan
+from accordion_hvd.engine.layout import (
+    MIN_ELEMENTS,
+    TensorInfo,
+    divide,
+    fingerprint,
+    limits_of,
+    make_buckets,
+    make_groups,
+)
 
 shapes = st.lists(st.integers(1, 60), min_size=0, max_size=4).map(tuple)
 dtypes = st.sampled_from(["float32", "float16", "bfloat16", "float64", "int32"])
@@ -58,24 +65,21 @@ KINDS = st.sampled_from(["", "alike", "any"])
     tensors=models, data=st.data(), limit=st.sampled_from([None, 100.0, 1e9]),
     device=st.sampled_from([None, "cpu", "cuda:0"]),
 )  # fmt: skip
-def test_a_plan_has_everything_once(
+def test_a_layout_has_everything_once(
     tensors: list[TensorInfo], data: st.DataObject, limit: float | None, device: str | None
 ) -> None:
     buckets = make_buckets(tensors)
     kinds = [(data.draw(KINDS), bucket.dtype) for bucket in buckets]
-    plan = make_plan(buckets, kinds, [4.0 * bucket.size for bucket in buckets], limit, device)
-    assert sorted(i for unit in plan.batches for i in unit.buckets) == list(range(len(buckets)))
-    assert [i for group in plan.groups for i in group] == list(range(len(plan.batches)))
-    assert sorted(plan.batch_of) == list(range(len(tensors)))
-    for number, unit in enumerate(plan.batches):
-        mine = [buckets[i] for i in unit.buckets]
-        assert unit.members == tuple(m for bucket in mine for m in bucket.members)
-        assert all(plan.batch_of[member] == number for member in unit.members)
-        assert bool(unit.stacked) == (len(mine) > 1)
-        if unit.stacked:
-            assert all(kinds[i] == (unit.stacked, mine[0].dtype) for i in unit.buckets)
+    groups = divide(buckets, kinds, [4.0 * bucket.size for bucket in buckets], limit, device)
+    batches = [batch for group in groups for batch in group]
+    assert sorted(i for _, positions in batches for i in positions) == list(range(len(buckets)))
+    for stacked, positions in batches:
+        mine = [buckets[i] for i in positions]
+        assert bool(stacked) == (len(mine) > 1)
+        if stacked:
+            assert all(kinds[i] == (stacked, mine[0].dtype) for i in positions)
             assert all(bucket.size <= limits_of(device).stacked for bucket in mine)
-        if unit.stacked == "alike":
+        if stacked == "alike":
             assert len({bucket.shape for bucket in mine}) == 1
 
 

@@ -1,0 +1,537 @@
+"""The layout of an exchange: buckets of tensors, batches of buckets, and fusion groups.
+
+A tensor with two or more dimensions that is large enough forms a *bucket* by itself and keeps its
+shape: matrix methods need the shape, and Accordion decides per layer. All other tensors (biases,
+norms, small or exempt tensors) are packed into flat buckets and sent uncompressed. Compressors do
+not depend on this rule.
+
+Like buckets that the same compressor serves form a *batch*, which shares one call of `exchange` and
+stores the buckets' state, so that a thousand layers cost little more than ten layers of the same
+total size. Batches whose first requests are launched together, as soon as all their gradients are
+ready, form a *fusion group*. Readiness order cannot define the groups: it differs between ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+from accordion_hvd.check import first_match, matches
+from accordion_hvd.core.base import Info, State, Tensor
+from accordion_hvd.engine.bucket_state import BucketState
+from accordion_hvd.ops.spec import ITEMSIZE, on_cpu
+from accordion_hvd.policies.evidence import SKETCHED, Evidence
+
+MIN_ELEMENTS = 1024
+"""Minimum number of elements of compressed tensors: below, compression costs more than it saves."""
+
+FLAT_BYTES = 8 << 20
+"""Uncompressed bytes at which a flat bucket is closed, so that it can be sent during backward."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor to be exchanged.
+
+    Attributes:
+        name: unique name, equal on all ranks.
+        kind: kind of the tensor, such as its device. Tensors of different kinds are never packed
+            together.
+        group: parameter group, if compressors depend on its settings. Tensors of different groups
+            are never packed together.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str = ""
+    group: str = ""
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that a compressor treats as one.
+
+    Attributes:
+        name: name of the tensor; for several tensors, the first name and the number of the others.
+        members: positions of the tensors in the list of all tensors.
+        shape: shape that the compressor receives: that of the tensor, or (elements,) if packed.
+        sizes: number of elements of each member.
+        compress: whether the policy chooses the compressor; otherwise the bucket is sent
+            uncompressed.
+        packed: whether the members are flattened and concatenated.
+    """
+
+    name: str
+    members: tuple[int, ...]
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: str
+    compress: bool
+    packed: bool
+    group: str = ""
+
+    @functools.cached_property
+    def size(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def dense_bytes(self) -> int:
+        return self.size * ITEMSIZE[self.dtype]
+
+
+def make_buckets(
+    tensors: Sequence[TensorInfo],
+    *,
+    scope: str = "tensor",
+    skip: Sequence[str] = (),
+    min_elements: int = MIN_ELEMENTS,
+    scopes: Mapping[str, str] | None = None,
+) -> list[Bucket]:
+    """Divide `tensors` into buckets; a pure function, so that all ranks get the same buckets.
+
+    Args:
+        tensors: tensors in the order in which their gradients are expected.
+        scope: scope that the compressors need (`Compressor.scope`). "each" makes a bucket of every
+            tensor, small ones included, as Horovod's compression objects expect.
+        skip: patterns (as for file names) of the names of tensors to send uncompressed.
+        min_elements: tensors with fewer elements are sent uncompressed.
+        scopes: name pattern -> scope of the matching tensors, which share no bucket with other
+            tensors. The first pattern that matches counts. Ignored for scopes "each" and "model".
+    """
+    if scope == "each":
+        return [_bucket(tensors, [i], compress=True, packed=False) for i in range(len(tensors))]
+    if scope == "model":
+        return _packed(tensors, range(len(tensors)), compress=True, limit=math.inf)
+    chosen = [i for i, t in enumerate(tensors) if _compressible(t, skip, min_elements)]
+    others = [i for i in range(len(tensors)) if i not in set(chosen)]
+    parts: dict[str, list[int]] = {}  # pattern ("" for none) -> tensors
+    for i in chosen:
+        parts.setdefault(first_match(tensors[i].name, scopes or {}) or "", []).append(i)
+    own = [
+        bucket
+        for pattern, which in parts.items()
+        for bucket in _compressed(tensors, which, (scopes or {}).get(pattern, scope))
+    ]
+    packed = _packed(tensors, others, compress=False, limit=FLAT_BYTES)
+    return sorted(own + packed, key=lambda bucket: bucket.members[-1])
+
+
+def _compressed(tensors: Sequence[TensorInfo], which: Sequence[int], scope: str) -> list[Bucket]:
+    if scope in ("flat", "joint"):
+        limit = FLAT_BYTES if scope == "flat" else math.inf
+        return _packed(tensors, which, compress=True, limit=limit)
+    return [_bucket(tensors, [i], compress=True, packed=False) for i in which]
+
+
+def fingerprint(*parts: object) -> int:
+    """Return a hash of `parts` from 0 to 4092; it most likely differs if `parts` differ."""
+    text = repr(parts).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") % 4093
+
+
+def _compressible(tensor: TensorInfo, skip: Sequence[str], min_elements: int) -> bool:
+    large = len(tensor.shape) >= 2 and tensor.size >= min_elements
+    return large and tensor.dtype.startswith(("float", "bfloat")) and not matches(tensor.name, skip)
+
+
+def _packed(
+    tensors: Sequence[TensorInfo], which: Sequence[int], *, compress: bool, limit: float
+) -> list[Bucket]:
+    """Pack tensors of equal dtype, kind and group into flat buckets of up to `limit` bytes."""
+    open_: dict[tuple[str, str, str], list[int]] = {}
+    closed: list[list[int]] = []
+    for i in which:
+        key = (tensors[i].dtype, tensors[i].kind, tensors[i].group)
+        if key in open_ and 4 * sum(tensors[j].size for j in (*open_[key], i)) > limit:
+            closed.append(open_.pop(key))
+        open_.setdefault(key, []).append(i)
+    flat = (*closed, *open_.values())
+    return [_bucket(tensors, members, compress=compress, packed=True) for members in flat]
+
+
+def _bucket(
+    tensors: Sequence[TensorInfo], members: Sequence[int], *, compress: bool, packed: bool
+) -> Bucket:
+    first, sizes = tensors[members[0]], tuple(tensors[i].size for i in members)
+    shape = (sum(sizes),) if packed else first.shape
+    name = first.name + (f"+{len(members) - 1}" if len(members) > 1 else "")
+    members = tuple(members)
+    return Bucket(name, members, shape, sizes, first.dtype, compress, packed, first.group)
+
+
+# ---------------------------------------------------------------------------------------- batches
+class Batch:
+    """Buckets that share one call of `exchange`, with their states in the compressor's layout.
+
+    Args:
+        evidence: the policy's evidence that follows steps.
+        tensors: the buckets' tensors, in order; () if nothing is unpacked.
+
+    Attributes:
+        entries: states of the buckets.
+        members: positions of their tensors in the exchange's list, bucket by bucket.
+        stacked: "alike" if the tensors are stacked along a new first dimension, "any" if they are
+            flattened into one vector, "" for a single bucket in its own shape.
+        before: the policy's evidence before the current step, to undo the step.
+        buffer: packed gradients of the last step, whose memory serves again.
+        aside: a copy of the state before the current step, of which parts may be restored.
+        mean: mean of the last closed step.
+    """
+
+    def __init__(
+        self, entries: Sequence[BucketState], stacked: str, xp: ModuleType,
+        evidence: Sequence[Evidence], tensors: Sequence[TensorInfo] = (),
+    ) -> None:  # fmt: skip
+        self.entries, self.stacked, self.declared, self._xp = entries, stacked, evidence, xp
+        self.members = tuple(member for entry in entries for member in entry.bucket.members)
+        self.first, self.flat = entries[0], stacked == "any" or entries[0].bucket.packed
+        self.before: dict[str, Tensor] | None = None
+        self.buffer: Tensor | None = None
+        self.aside: State | None = None
+        self.mean: Tensor | None = None
+        self._tensors, self._on_cpu = tensors, on_cpu(entries[0].spec.device)
+        self._state: State | None = None  # of a stack; a single bucket stores its own
+        self._evidence: dict[str, Tensor] = {}
+
+    # --------------------------------------------------------------------------- tensors in and out
+    @property
+    def shares(self) -> bool:
+        """Return whether the means are views of one array."""
+        return bool(self.stacked) or self.flat
+
+    def pack(self, parts: Sequence[Tensor], keep: bool = False) -> Tensor:
+        """Return one tensor per member in the layout of the compressor.
+
+        Args:
+            keep: whether a CPU may write into the memory of the last call. (On accelerators, new
+                memory costs nothing, and kept memory does.)
+        """
+        if self.first.compressor.per_sample:
+            return self._xp.concat([_rows(self._xp, part) for part in parts], 1)
+        if self.stacked == "alike":
+            if not (keep and self._on_cpu):
+                return self._xp.stack(parts)
+            self.buffer = self._xp.stack(parts, self.buffer)
+            return self.buffer
+        if self.flat:
+            return self._xp.concat([self._xp.reshape(part, (-1,)) for part in parts])
+        return parts[0]
+
+    def unpack(self) -> list[Tensor]:
+        """Return the means of the members, in their shapes and dtype."""
+        xp = self._xp
+        mean = xp.cast(self.mean, self.first.bucket.dtype)
+        if self.stacked == "alike":
+            return list(xp.unstack(mean))
+        pieces = xp.split(mean, [x.size for x in self._tensors]) if self.flat else [mean]
+        return [xp.reshape(p, x.shape) for p, x in zip(pieces, self._tensors, strict=True)]
+
+    def parts(self, tensor: Tensor) -> Iterator[tuple[BucketState, Tensor]]:
+        """Yield the buckets with their parts of a tensor in the layout of the compressor."""
+        xp = self._xp
+        if not self.stacked:
+            yield self.first, tensor
+        elif self.stacked == "alike":
+            yield from zip(self.entries, xp.unstack(tensor), strict=True)
+        else:
+            pieces = xp.split(tensor, [entry.bucket.size for entry in self.entries])
+            for entry, piece in zip(self.entries, pieces, strict=True):
+                yield entry, xp.reshape(piece, entry.bucket.shape)
+
+    def part(self, tensor: Tensor, place: int, entry: BucketState) -> Tensor:
+        """Return a bucket's part of a stacked tensor: a view, if the framework has views."""
+        if self.stacked == "alike":
+            return tensor[place]
+        return self._xp.reshape(tensor[place : place + entry.bucket.size], entry.bucket.shape)
+
+    def open(self, info: Info, wanted: Sequence[Evidence]) -> None:
+        """Make missing states and evidence, and stack the states of the buckets."""
+        if not self._is_stacked() or any(level.sharded for level in self.first.levels):
+            for entry in self.entries:
+                entry.prepare(replace(info, name=entry.name) if self.stacked else info)
+            if self.stacked and not self._is_stacked():
+                self._stack_states()
+        nothing: list[dict[str, Tensor]] = [{} for _ in self.entries]
+        missing = {x.key: self._joined(x, nothing) for x in wanted if x.key not in self.evidence}
+        if missing:
+            self.evidence = self.evidence | missing
+
+    @property
+    def serves(self) -> bool:
+        """Return whether no bucket has left the batch since the last step."""
+        return not self.stacked or self._is_stacked()
+
+    def _is_stacked(self) -> bool:
+        return self._state is not None and all(entry.within(self) for entry in self.entries)
+
+    def _stack_states(self) -> None:
+        states = [entry.state or {} for entry in self.entries]
+        tensors = [entry.evidence for entry in self.entries]
+        state = {key: self._xp.stack([s[key] for s in states]) for key in states[0]}
+        suiting = [x for x in self.declared if x.suits(self.first.compressor)]
+        present = [x for x in suiting if any(x.key in row for row in tensors)]
+        joined = {x.key: self._joined(x, tensors) for x in present}
+        self._state, self._evidence = state, joined
+
+    def _joined(self, evidence: Evidence, tensors: Sequence[dict[str, Tensor]]) -> Tensor:
+        pairs, key = zip(tensors, self.entries, strict=True), evidence.key
+        return self.combine([x[key] if key in x else evidence.zeros(entry) for x, entry in pairs])
+
+    def combine(self, parts: Sequence[Tensor]) -> Tensor:
+        """Combine one tensor per bucket into the layout of the compressor."""
+        if self.stacked == "any":
+            return self._xp.concat([self._xp.reshape(x, (-1,)) for x in parts])
+        return self._xp.stack(parts) if self.stacked else parts[0]
+
+    @property
+    def state(self) -> State:
+        return self.first.state or {} if self._state is None else self._state
+
+    @property
+    def evidence(self) -> dict[str, Tensor]:
+        return self.first.evidence if self._state is None else self._evidence
+
+    @evidence.setter
+    def evidence(self, evidence: dict[str, Tensor]) -> None:
+        if self._state is None:
+            self.first.evidence = evidence
+        else:
+            self._evidence = evidence
+
+    def carried(self) -> Tensor | None:
+        """Return the residuals of earlier levels to add to the gradient; None if there are none."""
+        if not any(entry.carried is not None for entry in self.entries):
+            return None
+        return self.combine(
+            [
+                entry.spec.zeros(entry.bucket.shape)
+                if entry.carried is None
+                else self._xp.reshape(entry.carried, entry.bucket.shape)
+                for entry in self.entries
+            ]
+        )
+
+    def set_aside(self) -> None:
+        """Copy the state, for tensors whose mean may not be applied."""
+        self.aside = {key: self._xp.copy(value) for key, value in self.state.items()}
+
+    def keep(self, state: State, absent: Sequence[Any] = ()) -> None:
+        """Store the state that a finished step has returned; the carried residuals are used up.
+
+        Args:
+            absent: whether the mean of each tensor is not applied, so that its state and carried
+                residual stay as they were; () if all are applied. May be symbolic.
+        """
+        aside, self.aside = self.aside, None
+        if aside is not None and any(flag is not False for flag in absent):
+            state = {key: self._chosen(aside[key], value, absent) for key, value in state.items()}
+        flags = iter(absent)
+        for entry in self.entries:
+            own = [flag for _, flag in zip(entry.bucket.members, flags, strict=False)]
+            entry.carried = self._still_carried(entry, own)
+        if self._state is None:
+            self.first.state = state
+            return
+        self._state = state
+        if self._is_stacked():
+            return
+        place = 0
+        for entry in self.entries:
+            entry.join(self, place)
+            place += entry.bucket.size if self.stacked == "any" else 1
+
+    def _chosen(self, old: Tensor, new: Tensor, absent: Sequence[Any]) -> Tensor:
+        """Return a tensor of the state with the old parts of absent tensors.
+
+        Of a packed bucket, tensors of another size than the gradient have no parts.
+        """
+        xp, bucket = self._xp, self.first.bucket
+        if self.stacked:
+            pairs = zip(xp.unstack(old), xp.unstack(new), strict=True)
+            return xp.stack([_either(xp, f, *p) for f, p in zip(absent, pairs, strict=True)])
+        if len(absent) == 1:
+            return _either(xp, absent[0], old, new)
+        if math.prod(xp.shape(new)) != bucket.size:
+            return new
+        halves = [xp.split(xp.reshape(x, (-1,)), list(bucket.sizes)) for x in (old, new)]
+        parts = [_either(xp, f, *p) for f, *p in zip(absent, *halves, strict=True)]
+        return xp.reshape(xp.concat(parts), xp.shape(new))
+
+    def _still_carried(self, entry: BucketState, absent: Sequence[Any]) -> Tensor | None:
+        """Return the part of a bucket's carried residual that belongs to absent tensors."""
+        if entry.carried is None or not any(flag is not False for flag in absent):
+            return None
+        xp, sizes = self._xp, list(entry.bucket.sizes)
+        parts = xp.split(xp.reshape(entry.carried, (-1,)), sizes)
+        pairs = zip(absent, parts, strict=True)
+        kept = xp.concat([_either(xp, flag, part, part * 0) for flag, part in pairs])
+        return xp.reshape(kept, xp.shape(entry.carried))
+
+    def take_back(self) -> None:
+        """Restore the policy's evidence to its value before the current step."""
+        if self.before is not None:
+            self.evidence, self.before = self.before, None
+
+
+def _either(xp: ModuleType, flag: Any, old: Tensor, new: Tensor) -> Tensor:
+    if isinstance(flag, bool):
+        return old if flag else new
+    return xp.where(flag, old, new)
+
+
+def _rows(xp: ModuleType, part: Tensor) -> Tensor:
+    count, *shape = xp.shape(part)
+    return xp.reshape(part, (count, math.prod(shape)))
+
+
+# ------------------------------------------------------------------------------------- the layout
+@dataclass(frozen=True)
+class Limits:
+    """Sizes that bound batches and fusion groups.
+
+    Attributes:
+        stacked: largest bucket in a batch of several, in elements: up to this size, copying costs
+            less than another call.
+        least, most: bounds of a fusion group in bytes; between them, it has 1 / `PARTS` of a step.
+    """
+
+    stacked: float
+    least: float
+    most: float
+
+
+PARTS = 4
+CPU = Limits(1 << 16, 1 << 18, 8 << 20)
+ACCELERATOR = Limits(math.inf, 1 << 20, 1 << 28)
+"""A kernel's launch costs as much as copying a megabyte."""
+
+
+def limits_of(device: Any) -> Limits:
+    return CPU if on_cpu(device) else ACCELERATOR
+
+
+Kind = tuple[str, Hashable]
+"""Layout of a bucket in a batch (`Compressor.batching`), and a key that is equal within a batch."""
+
+Division = list[list[tuple[str, list[int]]]]
+"""Fusion groups of batches; a batch has its layout and the positions of its buckets."""
+
+
+def divide(
+    buckets: Sequence[Bucket], kinds: Sequence[Kind], payloads: Sequence[float],
+    limit: float | None = None, device: Any = None,
+) -> Division:  # fmt: skip
+    """Divide buckets into fusion groups and batches.
+
+    Args:
+        buckets: all buckets, in the order in which their gradients are expected.
+        payloads: approximate bytes of each bucket's first requests.
+        limit: size in bytes at which a fusion group is closed. Default: 1 / `PARTS` of all
+            payloads, between `Limits.least` and `Limits.most`.
+        device: device of the tensors.
+    """
+    limits = limits_of(device)
+    if limit is None:
+        limit = min(max(sum(payloads) / PARTS, limits.least), limits.most)
+    return [_batches(buckets, kinds, x, limits.stacked) for x in make_groups(payloads, limit)]
+
+
+def make_groups(payloads: Sequence[float], limit: float) -> list[list[int]]:
+    """Divide the positions of `payloads`, in order, into groups of at most about `limit` bytes."""
+    groups: list[list[int]] = [[]]
+    filled = 0.0
+    for position, payload in enumerate(payloads):
+        if groups[-1] and filled + payload > limit:
+            groups.append([])
+            filled = 0.0
+        groups[-1].append(position)
+        filled += payload
+    return [group for group in groups if group]
+
+
+def _batches(
+    buckets: Sequence[Bucket], kinds: Sequence[Kind], group: Sequence[int], largest: float
+) -> list[tuple[str, list[int]]]:
+    shared: dict[Hashable, list[int]] = {}
+    for i in group:
+        stacked, common = kinds[i]
+        key: Hashable = (i,)
+        if stacked and buckets[i].size <= largest:
+            key = (stacked, common, buckets[i].shape if stacked == "alike" else None)
+        shared.setdefault(key, []).append(i)
+    return [(kinds[x[0]][0] if len(x) > 1 else "", x) for x in shared.values()]
+
+
+class Layout:
+    """The batches and fusion groups of an exchange at the present levels; equal on all ranks.
+
+    Args:
+        phase_of: function that returns the phase of a bucket's compressor that a layout is for.
+        payloads: bytes of the first requests by (bucket, level), as far as they are known.
+        limit: as in `divide`.
+        earlier: the layout before, whose batches serve on where they are equal.
+
+    Attributes:
+        batches: all batches; each bucket belongs to one.
+        groups: fusion groups, each as positions of batches.
+        batch_of: position of the batch of each tensor, by the tensor's number.
+        number: hash of the layout, equal on ranks whose layouts and levels are equal.
+        period: number of steps after which all phases that repeat do so together.
+        complete: whether all payloads were known.
+    """
+
+    def __init__(
+        self, entries: Sequence[BucketState], tensors: Sequence[TensorInfo], xp: ModuleType,
+        evidence: Sequence[Evidence], phase_of: Callable[[BucketState], int],
+        payloads: Mapping[tuple[str, int], float], limit: float | None = None,
+        earlier: Layout | None = None,
+    ) -> None:  # fmt: skip
+        buckets, keys = [x.bucket for x in entries], [(x.bucket.name, x.level) for x in entries]
+        kinds = [_kind(x, phase_of(x), bool(evidence)) for x in entries]
+        sizes = [payloads.get(key, x.dense_bytes) for key, x in zip(keys, buckets, strict=True)]
+        self.complete = all(key in payloads for key in keys)
+        device = entries[0].spec.device if entries else None
+        division = divide(buckets, kinds, sizes, limit, device)
+        serving = [x for x in (earlier.batches if earlier else ()) if x.serves]
+        known = {(x.stacked, *map(id, x.entries)): x for x in serving}
+        self.batches: list[Batch] = []
+        self.groups: list[range] = []
+        for group in division:
+            first = len(self.batches)
+            for stacked, positions in group:
+                chosen = [entries[i] for i in positions]
+                batch = known.get((stacked, *map(id, chosen)))
+                if batch is None:
+                    mine = [tensors[m] for x in chosen for m in x.bucket.members]
+                    batch = Batch(chosen, stacked, xp, evidence, mine)
+                self.batches.append(batch)
+            self.groups.append(range(first, len(self.batches)))
+        self.batch_of = {m: i for i, batch in enumerate(self.batches) for m in batch.members}
+        self._phased = [entry for entry in entries if entry.compressor.phases]
+        self.phases = [phase_of(entry) for entry in self._phased]
+        self.period = math.lcm(*(entry.compressor.period or 1 for entry in self._phased))
+        shapes = [(*key, x.shape) for key, x in zip(keys, buckets, strict=True)]
+        self.number = fingerprint(shapes, self.phases, division)
+
+    def holds(self, phase_of: Callable[[BucketState], int]) -> bool:
+        """Return whether phases are those that the layout is for."""
+        return self.phases == [phase_of(entry) for entry in self._phased]
+
+
+def _kind(entry: BucketState, phase: int, followed: bool) -> Kind:
+    """Return the kind of a bucket; one that evidence follows by a sketch is in no common vector."""
+    bucket, layout = entry.bucket, entry.compressor.batching
+    if layout == "any" and followed and bucket.size > SKETCHED:
+        layout = ""
+    kind = repr(entry.compressor), phase, bucket.dtype, str(entry.spec.device)
+    return layout, (*kind, bucket.group, bucket.compress)
