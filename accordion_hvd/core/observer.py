@@ -94,18 +94,24 @@ class Observers(tuple[Observer, ...]):
     __slots__ = ()
 
     def find(self, kind: type[O]) -> O | None:
-        return next((observer for observer in self if isinstance(observer, kind)), None)
+        for observer in self:  # a loop costs a call less than a generator, in each step
+            if isinstance(observer, kind):
+                return observer
+        return None
 
     @property
     def weight(self) -> int:
-        return math.prod(observer.weight for observer in self)
+        return math.prod([observer.weight for observer in self])
 
     @property
     def accumulated(self) -> int:
-        return math.prod(observer.accumulated for observer in self)
+        return math.prod([observer.accumulated for observer in self])
 
     def any(self, attribute: str) -> bool:
-        return any(getattr(observer, attribute) for observer in self)
+        for observer in self:
+            if getattr(observer, attribute):
+                return True
+        return False
 
     def stats(self) -> dict[str, Any]:
         return {key: value for observer in self for key, value in observer.stats().items()}

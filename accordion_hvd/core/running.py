@@ -11,22 +11,19 @@ from accordion_hvd.core.base import Request
 class Running:
     """A generator, run to its first request at once, with its pending request or its result.
 
-    `asked` is what it yielded last, None once it has returned; `result` is what it returned.
+    Attributes:
+        asked: what it yielded last; None once it has returned.
+        requests: the pending requests, launched together; () once it has returned.
+        result: what it returned.
     """
 
     def __init__(self, generator: Generator[Any, Any, Any]) -> None:
         self.asked: Any = None
+        self.requests: tuple[Request, ...] = ()
         self.result: Any = None
         self.done = False
         self._generator = generator
         self.send(None)
-
-    @property
-    def requests(self) -> tuple[Request, ...]:
-        """Return the pending requests, launched together; () once the generator has returned."""
-        if self.done:
-            return ()
-        return self.asked if isinstance(self.asked, tuple) else (self.asked,)
 
     def answer(self, results: Sequence[Any]) -> None:
         """Resume the generator with the results of `requests`, in their order."""
@@ -34,9 +31,10 @@ class Running:
 
     def send(self, value: Any) -> None:
         """Resume the generator with `value`, the complete answer to `asked`."""
-        self.asked = None  # so that the memory of the sent tensors can be freed
+        self.asked, self.requests = None, ()  # so that the memory of sent tensors can be freed
         try:
-            self.asked = self._generator.send(value)
+            self.asked = asked = self._generator.send(value)
+            self.requests = asked if isinstance(asked, tuple) else (asked,)
         except StopIteration as stop:
             self.done, self.result = True, stop.value
 

@@ -178,7 +178,7 @@ class Exchange:
 
     def _weigh(self, step: Step) -> None:
         """Record the payloads of the first requests for the next step's layout."""
-        for index, batch in enumerate(self.layout.batches):
+        for index, batch in enumerate(step.layout.batches):
             size = max(sum(entry.bucket.size for entry in batch.entries), 1)
             for entry in batch.entries:
                 share = step.payload(index) * entry.bucket.size / size
@@ -208,8 +208,7 @@ class Exchange:
         layout, name = self._fresh_layout(), self.name
         if layout.period > 1:  # messages of one name have one size
             name = f"{name}.{self.turn}"
-        sizes = [len(batch.members) for batch in layout.batches]
-        step = Step(self.communicator, layout.groups, name, layout.number, self.guarded, sizes)
+        step = Step(self.communicator, layout, name, self.guarded)
         step.measuring, step.telling = observers.any("measures"), self.notes_absence
         self.ledger.open(self)
         self.running = step
@@ -242,7 +241,7 @@ class Exchange:
                 are there.
         """
         assert self.running is not None
-        batch = self.layout.batches[index]
+        batch = self.running.layout.batches[index]
         first, wanted = batch.first, self.evidence.wanted(batch.first)
         detects_nonfinite = first.compressor.detects_nonfinite and batch.carried() is None
         detects_nonfinite = detects_nonfinite and not any(
@@ -298,7 +297,7 @@ class Exchange:
         self.absent = {}
         if step.bad is not False:
             self.lost = self._lost(step)
-        for index, batch in enumerate(self.layout.batches):
+        for index, batch in enumerate(step.layout.batches):
             absent = step.absent(index)
             flags = zip(batch.members, absent, strict=False)
             self.absent |= {m: flag for m, flag in flags if flag is not False}
@@ -307,7 +306,7 @@ class Exchange:
             else:
                 mean, state = step.result(index)
                 batch.mean = self._store(batch, mean, state, step.bad, absent)
-        if not self.layout.complete:
+        if not step.layout.complete:
             self._weigh(step)
         for observer in self.policy.observers:
             observer.closed(self, step)
@@ -368,9 +367,9 @@ class Exchange:
         Residuals and evidence are as before the step, unless later rounds have begun.
         """
         if self.running is not None:
-            self.running.take_back()
-            self.running = None
-            for batch in self.layout.batches:
+            step, self.running = self.running, None
+            step.take_back()
+            for batch in step.layout.batches:
                 batch.take_back()
 
     def give(

@@ -22,6 +22,7 @@ from accordion_hvd.comm.communicator import Communicator, Pending
 from accordion_hvd.comm.traffic import Traffic, size_of, traffic_of
 from accordion_hvd.core.base import Allgather, Allreduce, ExchangeGenerator, Request, State, Tensor
 from accordion_hvd.core.running import Running
+from accordion_hvd.engine.layout import Layout
 from accordion_hvd.ops import journal
 
 LACKS = 2.0**-20
@@ -78,45 +79,38 @@ class Step:
     """The exchange generators of one step, which run together.
 
     Args:
-        groups: fusion groups, each as positions of bucket batches; equal on all ranks.
         name: prefix of the names of this step's collectives. All steps use the same name, so that
             engines can cache.
-        plan: number of the plan (`buckets.fingerprint`). If the ranks have different numbers,
-            `advance` raises on every rank.
         guarded: whether the first requests carry flags. Compressors without state need no flags: a
             non-finite gradient shows in the mean.
-        sizes: number of tensors of each bucket batch.
 
     Attributes:
+        layout: the batches and fusion groups. If the ranks have different ones, `advance` raises on
+            every rank.
         costs: cost of each fusion group.
     """
 
     def __init__(
-        self,
-        communicator: Communicator,
-        groups: Sequence[Sequence[int]],
-        name: str,
-        plan: int,
-        guarded: bool,
-        sizes: Sequence[int],
+        self, communicator: Communicator, layout: Layout, name: str, guarded: bool
     ) -> None:
         self.traffic = Traffic()
         self.bad: Any = False  # whether a gradient of any rank is too large; symbolic in a graph
         self.broken: Any = False  # whether one is not finite
         self.seconds = {"encode": 0.0, "wait": 0.0, "decode": 0.0}
-        self.costs = [GroupCost() for _ in groups]
+        self.layout, self._groups = layout, layout.groups
+        self.costs = [GroupCost() for _ in layout.groups]
         self._communicator, self._xp = communicator, communicator.xp
-        self._groups, self._name, self._plan, self._guarded = groups, name, plan, guarded
-        self._group_of = {i: g for g, members in enumerate(groups) for i in members}
+        self._name, self._guarded = name, guarded
+        self._group_of = {i: g for g, members in enumerate(layout.groups) for i in members}
         self._exchanges: dict[int, BatchExchange] = {}
-        self._flags: dict[int, list[Tensor]] = {g: [] for g in range(len(groups))}
-        self._sent: dict[int, list[Tensor]] = {g: [] for g in range(len(groups))}  # to be checked
-        self._missing = [len(members) for members in groups]
+        self._flags: dict[int, list[Tensor]] = {g: [] for g in range(len(self.costs))}
+        self._sent: dict[int, list[Tensor]] = {g: [] for g in range(len(self.costs))}  # to check
+        self._missing = [len(members) for members in layout.groups]
         self._next = 0  # first group that has not been launched, if groups are launched in order
         self._pending: dict[int, tuple[int, Pending]] = {}  # group -> (round, pending requests)
         self._first: dict[int, list[Any]] = {}  # group -> answers to its first requests
         self._bad: list[Tensor] = []  # one flag per group
-        self._sizes = sizes
+        self._sizes = [len(batch.members) for batch in layout.batches]
         self._present: dict[int, Tensor] = {}  # batch -> 1 for each gradient that is there, else 0
         self._shares: dict[int, Any] = {}  # batch -> share of the ranks that have each gradient
         self._asked: Pending | None = None  # for these shares
@@ -274,7 +268,7 @@ class Step:
         if sent:  # one check of all of them
             flags.append(xp.nonfinite(xp.concat([xp.reshape(x, (-1,)) for x in sent])))
         bad = xp.reshape(xp.maximum_of(flags), (1,))
-        parts = [bad, xp.full((1,), float(self._plan), "float32", xp.device(bad))]
+        parts = [bad, xp.full((1,), float(self.layout.number), "float32", xp.device(bad))]
         lacks = any(i in self._present for i in self._groups[group])
         if xp.symbolic(bad) and (lacks or self.telling):
             parts += self._presence(self._groups[group], xp.device(bad))
@@ -341,12 +335,12 @@ class Step:
     def _compare_plans(self, mean: Tensor) -> None:
         if self._xp.symbolic(mean):
             return
-        number = float(self._xp.to_numpy(mean)[0])
+        number, mine = float(self._xp.to_numpy(mean)[0]), self.layout.number
         # A mean in fp32 over a number of ranks that is no power of two is rounded.
-        if abs(number - self._plan) > max(0.5 / self._communicator.size, 1e-6 * self._plan):
+        if abs(number - mine) > max(0.5 / self._communicator.size, 1e-6 * mine):
             raise RuntimeError(
                 f"ranks disagree about the tensors to exchange: the plan of rank "
-                f"{self._communicator.rank} has number {self._plan}, but the mean over all ranks "
+                f"{self._communicator.rank} has number {mine}, but the mean over all ranks "
                 f"is {number}. Do all ranks train the same parameters, with the same compression "
                 "levels?"
             )

@@ -10,6 +10,7 @@ from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.compressors.dense import Dense
 from accordion_hvd.core.base import Compressor
+from accordion_hvd.core.observer import Observers
 from accordion_hvd.policies.alternation import MODEL, Alternation
 from accordion_hvd.policies.base import Seen, agree
 from accordion_hvd.policies.batch_growth import BATCH, BatchGrowth
@@ -183,7 +184,7 @@ class Accordion(Windowed):
     def _arrange(self) -> None:
         """Declare the evidence and the observers of this policy."""
         gate, parts = self.gate, (self.growth, self.alternation, self.byte_budget)
-        self.features = tuple(part for part in parts if part is not None)
+        self.observers = Observers(part for part in parts if part is not None)
         self.gate = gate
         model = self.growth is not None or self.alternation is not None
         self.evidence = (GradientSums(self.signal, everywhere=model),)

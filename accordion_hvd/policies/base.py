@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from accordion_hvd.compressors.dense import Dense
 from accordion_hvd.core.base import Compressor, NotForStockHorovod
-from accordion_hvd.core.observer import Observer, Observers
+from accordion_hvd.core.observer import Observers
 from accordion_hvd.policies import decision
 from accordion_hvd.policies.decision import Decision
 from accordion_hvd.policies.evidence import Evidence
@@ -31,7 +31,7 @@ class Policy(NotForStockHorovod, abc.ABC):
 
     Attributes:
         evidence: the evidence for decisions; see `accordion_hvd.policies.evidence`.
-        features: observers of the exchange, such as a gate; see `Observer`.
+        observers: features that follow an exchange, such as a gate; see `Observer`.
         target: the levels' `target` (see `Compressor`), on which all levels agree.
         output: the levels' `output`, on which all levels agree.
         scope: the levels' `scope`, on which all levels agree.
@@ -48,7 +48,7 @@ class Policy(NotForStockHorovod, abc.ABC):
     """
 
     evidence: tuple[Evidence, ...] = ()
-    features: tuple[Observer, ...] = ()
+    observers: Observers = Observers()
     target: str = "gradient"
     output: str = "gradient"
     scope: str = "tensor"
@@ -102,11 +102,6 @@ class Policy(NotForStockHorovod, abc.ABC):
 
     # ------------------------------------------------------------------- common to all policies
     @property
-    def observers(self) -> Observers:
-        """Return the features as observers of the exchange."""
-        return Observers(self.features)
-
-    @property
     def gate(self) -> Gate | None:
         """Return the gate; None if there is none."""
         gating = self.observers.find(Gating)
@@ -114,8 +109,8 @@ class Policy(NotForStockHorovod, abc.ABC):
 
     @gate.setter
     def gate(self, gate: Gate | None) -> None:
-        others = [x for x in self.features if not isinstance(x, Gating)]
-        self.features = (*others, *([] if gate is None else [Gating(gate)]))
+        others = [x for x in self.observers if not isinstance(x, Gating)]
+        self.observers = Observers([*others, *([] if gate is None else [Gating(gate)])])
 
     def choices(self, bucket: Any) -> tuple[Compressor, ...]:
         """Return the compressors that may serve a bucket: the levels, then the gate's fallbacks."""

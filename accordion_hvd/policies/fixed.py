@@ -7,6 +7,7 @@ from typing import Any
 
 from accordion_hvd import check
 from accordion_hvd.core.base import Compressor
+from accordion_hvd.core.observer import Observers
 from accordion_hvd.policies.base import Policy, agree
 from accordion_hvd.policies.gate import Gate, as_gate
 from accordion_hvd.policies.privacy_accountant import PrivacyAccountant
@@ -40,7 +41,7 @@ class Fixed(Policy):
         if compressor.private:
             if gate is not None:
                 check.refuse(self, "gate", gate, f"None: {compressor!r} is private")
-            self.features = (PrivacyAccountant(self, compressor),)
+            self.observers = Observers([PrivacyAccountant(self, compressor)])
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
         return (override(self.overrides, name) or self.compressor,)

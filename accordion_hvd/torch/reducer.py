@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -101,6 +102,7 @@ class Reducer(GradientAverager[Exchange]):
         self.settings, self.listening = settings, settings is None and self.hooked
         self.scaler, self.optimizer, self.lr = scaler, optimizer, lr
         self.passes = policy.passes = passes
+        self.per_sample = per_sample(policy)
         self._names: dict[torch.Tensor, str] = {}
         self._watched: dict[torch.Tensor, Watched] = {}  # parameters that need a gradient
         self._members: list[int] = []  # ids of the parameters in the optimizer's groups
@@ -354,7 +356,7 @@ class Reducer(GradientAverager[Exchange]):
     def _count_ready(self, watched: Watched) -> None:
         """Count a ready member of a bucket batch; start the batch when all members are ready."""
         number = self.number.get(watched.parameter)
-        if number is None or per_sample(self.policy):
+        if number is None or self.per_sample:
             return  # `finish` exchanges sparse gradients and gradients of single contributors
         if not self.in_flight:
             if self.policy.observers.any("decides_ahead"):
@@ -371,14 +373,14 @@ class Reducer(GradientAverager[Exchange]):
     def _start_missing(self) -> None:
         running = self.exchange.running
         assert running is not None
-        for batch in range(len(self.exchange.layout.batches)):
-            if not running.started(batch):
-                self._start(batch)
+        for index in range(len(running.layout.batches)):
+            if not running.started(index):
+                self._start(index)
 
     def _start(self, index: int) -> None:
         batch = self.exchange.layout.batches[index]
         parameters = [self.keys[m] for m in batch.members]
-        gradients, began = _samples if per_sample(self.policy) else self._gradients, perf_counter()
+        gradients, began = _samples if self.per_sample else self._gradients, perf_counter()
         grad = batch.pack(gradients(parameters), keep=True)
         with torch.no_grad():
             if self._scaled:
@@ -426,8 +428,9 @@ class Reducer(GradientAverager[Exchange]):
         factor: Any = self.communicator.size if self.total else 1
         if self._scaled:
             factor = factor * self._scale()
+        absent = self.exchange.absent
         for batch in self.exchange.layout.batches:
-            kept = [i for i, m in enumerate(batch.members) if m not in self.exchange.absent]
+            kept = [i for i, m in enumerate(batch.members) if m not in absent]
             parameters = [self.keys[batch.members[i]] for i in kept]
             if finite:
                 means = batch.unpack()
@@ -492,8 +495,8 @@ def _add_hook(parameter: torch.Tensor, reducer: weakref.ref[Reducer]) -> None:
     """Add a hook that notifies `reducer`, and remove the hook of an earlier reducer."""
     if parameter in _hooks:
         _hooks[parameter].remove()
-    handle = parameter.register_post_accumulate_grad_hook(lambda p: _notify(reducer, p))
-    _hooks[parameter] = handle
+    notify = functools.partial(_notify, reducer)
+    _hooks[parameter] = parameter.register_post_accumulate_grad_hook(notify)
 
 
 def _notify(reducer: weakref.ref[Reducer], parameter: torch.Tensor) -> None:
