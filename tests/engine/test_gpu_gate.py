@@ -198,7 +198,7 @@ def test_a_step_runs_no_more_operations_than_are_listed(spec: str) -> None:
         listed = {row["spec"]: [int(row["12"]), int(row["48"])] for row in csv.DictReader(file)}
     assert found == listed[spec], "the list only shrinks: see GPU_GATE"
     assert f"| `{spec}` | {found[0]} | {found[1]} |" in PAGE.read_text()
-    if parse(spec).batching:
+    if getattr(parse(spec), "batching", "alike"):  # a policy's levels have stacks
         assert found[1] <= 1.05 * found[0], "stacks take as many operations, whatever their height"
     assert spec != "powersgd:4" or max(found) <= 60
 
