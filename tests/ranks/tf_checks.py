@@ -414,7 +414,7 @@ def check_tape_with_accordion() -> None:
             scale = 10.0 if number == 4 else 1.0
             mean = run(tf.constant(rank_gradient(0) * scale))[0].numpy()
             rows = everywhere(mean)
-            assert (rows == rows[0]).all() and np.isfinite(rows).all()
+            assert (rows == rows[0]).all() and np.isfinite(rows).all(), (graph, number, rows)
         assert [row["level"] for row in accordion.history] == [0, 1, 0], accordion.history
 
 
