@@ -284,7 +284,7 @@ class Exchange:
 
         Returns:
             False if the step was skipped because a gradient of some rank was not finite or too
-            large. `results` is then empty, and callers return `lost` as means.
+            large. Callers then return `lost` as means.
         """
         assert self.running is not None
         self.running.finish()
