@@ -290,9 +290,9 @@ class BucketReducer(HookedReducer):
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         return self._views[parameter]
 
-    def _is_present(self, parameter: torch.Tensor) -> bool:
-        """Return whether a backward pass has reached a parameter; DDP does not tell hooks."""
-        return not self.finds_unused or self._counted[parameter] > 0
+    def _are_present(self, parameters: list[torch.Tensor]) -> list[bool]:
+        """Return whether a backward pass has reached each parameter; DDP does not tell hooks."""
+        return [not self.finds_unused or self._counted[p] > 0 for p in parameters]
 
     def _put(
         self, parameters: list[torch.Tensor], means: list[torch.Tensor], exclusive: bool

@@ -21,7 +21,7 @@ from accordion_hvd.averaging.base import (
 from accordion_hvd.averaging.groups import Groups, default_size
 from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.core.codec import Codec, average
-from accordion_hvd.core.composition import within_group
+from accordion_hvd.core.running import within_group
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 

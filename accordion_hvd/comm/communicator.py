@@ -61,6 +61,12 @@ class Communicator(Collectives):
             )
         time.sleep(min(max(waited * _PAUSE, _SHORTEST), _LONGEST))
 
+    def until(self, done: Callable[[], bool]) -> None:
+        """Call `done`, which continues what is pending, until it returns True."""
+        wait = timeouts.Wait()
+        while not done():
+            self.pause(wait.seconds())
+
     def watch(self, began: Callable[[], float]) -> None:
         """Have waits within graphs observed, if the engine has no timeout for them.
 
@@ -103,10 +109,10 @@ class Pending:
         ]
         self._results: list[Any] = [None] * len(requests)
         self._running: list[tuple[list[int], Running]] = []
-        for number, members in enumerate(together):
+        for number, (kind, members) in enumerate(together):
             chosen = [requests[i] for i in members]
             label = f"{name}.{number}"
-            program = packing.program(communicator, self.traffic, label, chosen)
+            program = packing.program(communicator, self.traffic, label, kind, chosen)
             self._move(members, Running(program))
 
     def ready(self) -> bool:
@@ -129,9 +135,7 @@ class Pending:
         Raises:
             PayloadError: if the payload of a rank does not decode.
         """
-        wait = timeouts.Wait()
-        while not self.ready():
-            self._communicator.pause(wait.seconds())
+        self._communicator.until(self.ready)
         return self._decoded()
 
     def _decoded(self) -> list[Any]:

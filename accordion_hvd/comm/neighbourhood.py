@@ -11,7 +11,7 @@ import numpy as np
 from accordion_hvd.comm import mpi
 from accordion_hvd.comm.traffic import Traffic, traffic_of
 from accordion_hvd.core.base import Neighbours, Tensor
-from accordion_hvd.core.composition import RequestGenerator, intercept
+from accordion_hvd.core.running import RequestGenerator, intercept
 from accordion_hvd.ops import namespace
 
 
@@ -37,7 +37,7 @@ class Neighbourhood:
         def serve(asked: Any) -> RequestGenerator:
             if not isinstance(asked, Neighbours):
                 return (yield asked)
-            traffic.add(traffic_of(asked, self._world.Get_size()))
+            traffic.add(traffic_of([asked], self._world.Get_size()))
             return self.exchange(asked)
 
         return intercept(exchange, serve)

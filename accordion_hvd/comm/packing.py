@@ -25,7 +25,8 @@ from accordion_hvd.core.base import (
     Request,
     Tensor,
 )
-from accordion_hvd.ops.spec import ITEMSIZE, on_cpu
+from accordion_hvd.ops import on_cpu
+from accordion_hvd.ops.spec import ITEMSIZE
 
 Program = Generator[Any, Any, list[Any]]
 
@@ -36,22 +37,28 @@ _LARGE = {True: 1 << 18, False: 1 << 22}
 """Whether on a CPU -> bytes from which a tensor is not worth copying into a common buffer."""
 
 
-def together(communicator: Collectives, requests: Sequence[Request]) -> list[list[int]]:
-    """Return positions of requests that can share a collective, in order of first appearance."""
-    groups: dict[Any, list[int]] = {}
+Kind = tuple[Any, ...]
+"""What requests in one collective share; the first entry names the program."""
+
+
+def together(
+    communicator: Collectives, requests: Sequence[Request]
+) -> list[tuple[Kind, list[int]]]:
+    """Return the positions of requests that can share a collective, by kind, in their order."""
+    groups: dict[Kind, list[int]] = {}
     for i, request in enumerate(requests):
         groups.setdefault(key(communicator, request), []).append(i)
-    return list(groups.values())
+    return list(groups.items())
 
 
-def program(communicator: Collectives, traffic: Traffic, name: str, requests: list[Any]) -> Program:
-    """Return the program that serves requests that can share a collective (`together`)."""
-    kind = key(communicator, requests[0])[0]
-    return _PROGRAMS[kind](communicator, traffic, name, requests)
+def program(
+    communicator: Collectives, traffic: Traffic, name: str, kind: Kind, requests: list[Any]
+) -> Program:
+    """Return the program that serves requests of one kind in one collective."""
+    return _PROGRAMS[kind[0]](communicator, traffic, name, requests)
 
 
-def key(communicator: Collectives, request: Request) -> tuple[Any, ...]:
-    """Return the key that requests in one collective share; its first entry names the program."""
+def key(communicator: Collectives, request: Request) -> Kind:
     if not isinstance(request, Request):
         raise TypeError(f"an exchange generator yielded {request!r}, but must yield requests.")
     group = request.group
@@ -85,20 +92,19 @@ def count(
     communicator: Collectives,
     traffic: Traffic,
     requests: Sequence[Request],
-    gathered: Sequence[int] | None = None,
+    gathered: int | None = None,
 ) -> None:
     """Add the bytes of requests in one collective to `traffic`.
 
     Args:
-        gathered: for uneven allgathers, the total bytes of all ranks' tensors, by request.
+        gathered: for uneven allgathers, the total bytes of all ranks' tensors.
     """
     group = requests[0].group  # requests in one collective share it
-    ranks, within = communicator.ranks(group), communicator.within_host(group)
-    for i, request in enumerate(requests):
-        cost = traffic_of(request, ranks, gathered[i] if gathered else None)
-        if within:
-            cost.within = cost.sent
-        traffic.add(cost)
+    ranks = communicator.size if group is None else len(group)
+    cost = traffic_of(requests, ranks, gathered, communicator.xp)
+    if communicator.hosts and communicator.within_host(group):
+        cost.within = cost.sent
+    traffic.add(cost)
 
 
 def _single(
@@ -226,7 +232,7 @@ def _gather_uneven(
         check.refuse_payload(
             [int(rank) for rank in np.flatnonzero((table < 0).any(1))], "a size is negative"
         )
-    count(communicator, traffic, requests, [int(total) for total in table.sum(0)])
+    count(communicator, traffic, requests, int(table.sum()))
     lengths = [int(length) for length in table.sum(1)]
     flat = yield communicator.allgather(name, sent, group, lengths)
     _compare_sizes(xp, flat, sum(lengths), name)

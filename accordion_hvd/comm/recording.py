@@ -99,7 +99,7 @@ class RecordingCommunicator(LocalCommunicator):
         traffic = Traffic()
         for request in requests:
             if packing.key(self, request)[0] != "single":
-                total = [self.ranks(request.group) * size_of(request.tensor)]
+                total = self.ranks(request.group) * size_of(request.tensor)
                 uneven = isinstance(request, Allgather) and request.uneven
                 packing.count(self, traffic, [request], total if uneven else None)
         return traffic
@@ -107,12 +107,13 @@ class RecordingCommunicator(LocalCommunicator):
     def operations(self, requests: Sequence[Request]) -> tuple[Operation, ...]:
         return tuple(
             operation
-            for members in packing.together(self, requests)
+            for _, members in packing.together(self, requests)
             for operation in self._operations([requests[i] for i in members])
         )
 
     def _operations(self, requests: Sequence[Request]) -> list[Operation]:
-        first, kind = requests[0], packing.key(self, requests[0])[0]
+        first = requests[0]
+        kind: str = packing.key(self, first)[0]
         group, size = first.group, self.traffic(requests).payload
         if kind == "single":
             return []

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from accordion_hvd.core.base import Allreduce, Alltoall, Tensor
-from accordion_hvd.core.composition import RequestGenerator, intercept
+from accordion_hvd.core.running import RequestGenerator, intercept
 from accordion_hvd.ops import namespace
 
 

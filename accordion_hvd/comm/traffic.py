@@ -11,7 +11,9 @@ Bytes per rank, for n ranks that take part and B bytes in each rank's tensor:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from accordion_hvd.core.base import Allgather, Allreduce, Neighbours, Request
@@ -42,20 +44,27 @@ class Traffic:
         self.within += other.within
 
 
-def size_of(tensor: Any, dtype: str | None = None) -> int:
+def size_of(tensor: Any, dtype: str | None = None, xp: ModuleType | None = None) -> int:
     """Return the number of bytes of a tensor, or of the tensor cast to `dtype`."""
-    xp = namespace(tensor)
+    xp = xp or namespace(tensor)
     return math.prod(xp.shape(tensor)) * ITEMSIZE[dtype or xp.dtype(tensor)]
 
 
-def traffic_of(request: Request, ranks: int, gathered: int | None = None) -> Traffic:
-    """Return the bytes of one rank for a request.
+def traffic_of(
+    requests: Sequence[Request],
+    ranks: int,
+    gathered: int | None = None,
+    xp: ModuleType | None = None,
+) -> Traffic:
+    """Return the bytes of one rank for requests of one kind, in one collective.
 
     Args:
-        gathered: for an uneven allgather, the total number of bytes of all ranks' tensors.
+        gathered: for uneven allgathers, the total number of bytes of all ranks' tensors.
+        xp: operations of the tensors' framework, if known.
     """
-    wire = request.wire if isinstance(request, Allreduce) else None
-    payload = size_of(request.tensor, wire)
+    request, payload = requests[0], 0
+    for one in requests:
+        payload += size_of(one.tensor, one.wire if isinstance(one, Allreduce) else None, xp)
     if isinstance(request, Allreduce):
         moved = 2 * (ranks - 1) / ranks * payload
         return Traffic(payload, moved, moved)

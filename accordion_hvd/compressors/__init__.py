@@ -1,13 +1,12 @@
 """Compressors, one file per method. A new compressor takes one file and one line here."""
 
 from accordion_hvd.compressors.adacomp import AdaComp
-from accordion_hvd.compressors.dense import Dense
+from accordion_hvd.compressors.dense import BF16, FP16, Dense
 from accordion_hvd.compressors.dgc import DGC
 from accordion_hvd.compressors.diana import Diana
 from accordion_hvd.compressors.ef21 import EF21
 from accordion_hvd.compressors.error_feedback import ErrorFeedback
 from accordion_hvd.compressors.gathered import Gathered
-from accordion_hvd.compressors.half import BF16, FP16
 from accordion_hvd.compressors.int8 import Int8
 from accordion_hvd.compressors.lgc import LGC
 from accordion_hvd.compressors.momentum import Momentum

@@ -25,8 +25,8 @@ from accordion_hvd.core.base import (
     State,
     Tensor,
 )
-from accordion_hvd.core.composition import within_group
 from accordion_hvd.core.placement import Placement, place
+from accordion_hvd.core.running import within_group
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 

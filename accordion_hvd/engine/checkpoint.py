@@ -28,8 +28,8 @@ from accordion_hvd.comm.agreement import gather, gather_texts
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Compressor, Info
 from accordion_hvd.engine import checkpoint_files as files
-from accordion_hvd.engine.bucket_state import BucketState
 from accordion_hvd.engine.exchange import Exchange
+from accordion_hvd.engine.layout import BucketState
 from accordion_hvd.engine.saved_state import SavedState, of_parts, rescale_from_one, rescaled
 from accordion_hvd.ops import backend
 from accordion_hvd.ops.spec import Spec

@@ -13,11 +13,16 @@ from typing import Any
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allreduce, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.engine import gain
-from accordion_hvd.engine.bucket_state import BucketState, reports
-from accordion_hvd.engine.decisions import Decisions
-from accordion_hvd.engine.evidence_collector import EvidenceCollector
-from accordion_hvd.engine.layout import Batch, Layout, TensorInfo, make_buckets
+from accordion_hvd.engine.layout import (
+    Batch,
+    BucketState,
+    Layout,
+    TensorInfo,
+    make_buckets,
+    reports,
+)
 from accordion_hvd.engine.ledger import Ledger
+from accordion_hvd.engine.policy_sync import PolicySync, sync_of
 from accordion_hvd.engine.saved_state import SavedState
 from accordion_hvd.engine.step import Accounts, Step
 from accordion_hvd.ops.spec import Spec
@@ -102,8 +107,7 @@ class Exchange:
         self._earlier: Layout | None = None  # the layout before
         self._payloads: dict[tuple[str, int], float] = {}  # (bucket, level) -> bytes
         self._weighed = False  # whether the last step has recorded payloads
-        self.evidence = EvidenceCollector(self)
-        self.decisions = Decisions(self)
+        self.sync: PolicySync | None = sync_of(self)
         self.accounts = Accounts()
         self.running: Step | None = None
         self.absent: dict[int, Any] = {}
@@ -193,23 +197,21 @@ class Exchange:
 
     def decide(self, lr: float | Mapping[str, float]) -> None:
         """Take the decisions that are due; collective."""
-        rates = self.rates(lr)
-        if self.decisions.due(rates):
-            began = time.perf_counter()
-            self.communicator.run(f"{self.name}.policy", self.decisions.take(rates))
-            self.ledger.add("decide", time.perf_counter() - began)
+        if self.sync is not None:
+            self.sync.decide(self.rates(lr))
 
     def open(self, lr: float | Mapping[str, float] = 0.0) -> Step:
         """Begin an exchange without taking decisions."""
         self._tick(self.rates(lr))
         observers = self.policy.observers
-        if observers.weight != 1:  # the optimizer step uses the rate times the weight
+        if observers and observers.weight != 1:  # the optimizer's rate is larger
             self._lr = {name: rate * observers.weight for name, rate in self._lr.items()}
         layout, name = self._fresh_layout(), self.name
         if layout.period > 1:  # messages of one name have one size
             name = f"{name}.{self.turn}"
         step = Step(self.communicator, layout, name, self.guarded)
-        step.measuring, step.telling = observers.any("measures"), self.notes_absence
+        step.measuring = bool(observers) and observers.any("measures")
+        step.telling = self.notes_absence
         self.ledger.open(self)
         self.running = step
         return step
@@ -217,16 +219,17 @@ class Exchange:
     @property
     def guarded(self) -> bool:
         """Return whether messages carry flags, for bad and for absent gradients."""
-        if self.notes_absence or not all(x.tolerates_nonfinite for x in self.evidence.followed):
+        if self.notes_absence:
             return True
-        states = self.bucket_states
-        return any(s.compressor.batching != "any" or s.carried is not None for s in states)
+        for evidence in self.sync.followed if self.sync is not None else ():
+            if not evidence.tolerates_nonfinite:
+                return True
+        return self.layout.keeps_state or any(batch.carries for batch in self.layout.batches)
 
     def _tick(self, rates: dict[str, float]) -> None:
         self._lr = rates
-        self.policy.tick(rates)
-        for observer in self.policy.observers:
-            observer.opening(self, rates)
+        if self.sync is not None:
+            self.sync.tick(rates)
 
     def start(
         self, index: int, grad: Tensor, parameter: Tensor = None, present: Tensor = None
@@ -242,11 +245,11 @@ class Exchange:
         """
         assert self.running is not None
         batch = self.running.layout.batches[index]
-        first, wanted = batch.first, self.evidence.wanted(batch.first)
-        detects_nonfinite = first.compressor.detects_nonfinite and batch.carried() is None
-        detects_nonfinite = detects_nonfinite and not any(
-            x.looks_before and not x.tolerates_nonfinite for x in wanted
-        )
+        first = batch.first
+        wanted = self.sync.wanted(first) if self.sync is not None else []
+        detects_nonfinite = first.compressor.detects_nonfinite and not batch.carries
+        if any([x.looks_before and not x.tolerates_nonfinite for x in wanted]):
+            detects_nonfinite = False
         opening = functools.partial(self._opening, batch, wanted, parameter, present)
         self.running.start(index, grad, opening, detects_nonfinite, present)
 
@@ -262,8 +265,8 @@ class Exchange:
         batch.open(info, wanted)
         if present is not None:
             batch.set_aside()
-        if wanted:
-            self.evidence.before(batch, wanted, grad)
+        if self.sync is not None and wanted:
+            self.sync.before(batch, wanted, grad)
         if self.ledger.samples.measuring:
             self.ledger.samples.before(self, batch, grad)
         carried = batch.carried()
@@ -275,8 +278,9 @@ class Exchange:
 
     def observe(self, grads: Sequence[Tensor], lr: float | Mapping[str, float]) -> None:
         """Update policy and evidence without an exchange; `grads` are in the order of `tensors`."""
-        for entry in self.bucket_states:
-            self.evidence.observe(entry, grads)
+        if self.sync is not None:
+            for entry in self.bucket_states:
+                self.sync.observe(entry, grads)
         self._tick(self.rates(lr))
 
     def finish(self) -> bool:
@@ -335,13 +339,15 @@ class Exchange:
             mean = xp.filled_if(bad, self.lost, mean)
             state = {key: xp.where(bad, old[key], value) for key, value in state.items()}
         batch.keep(state, absent)
-        self.evidence.after(batch, mean, bad)
+        if self.sync is not None:
+            self.sync.after(batch, mean, bad)
         return mean
 
     def _count(self, step: Step, began: float) -> None:
         self.accounts.count(step)
         self.steps += 1
-        self.ledger.samples.after(self)
+        if self.ledger.samples.measuring:
+            self.ledger.samples.after(self)
         self.ledger.add("decode", time.perf_counter() - began)
         self.ledger.close(self, step)
 
@@ -380,7 +386,8 @@ class Exchange:
         Args:
             present: as in `start`, for all tensors.
         """
-        for index, batch in enumerate(self.layout.batches):
+        assert self.running is not None
+        for index, batch in enumerate(self.running.layout.batches):
             parameter = there = None
             if weights and batch.first.compressor.needs_weights:
                 parameter = batch.pack([weights[m] for m in batch.members])
@@ -423,7 +430,7 @@ class Exchange:
     def phase(self, entry: BucketState) -> int:
         """Return the phase of a bucket's compressor (`Compressor.variant`)."""
         compressor = entry.compressor
-        return compressor.variant(self.counted - entry.served_from) if compressor.phases else 0
+        return compressor.variant(self.counted - entry.served_from) if entry.phased else 0
 
     def lasting_phase(self, entry: BucketState) -> int:
         """Return the phase of a bucket; if phases repeat, that in the first step of the period."""

@@ -19,10 +19,10 @@ from accordion_hvd.comm import fp16_reduction, hosts, tcp
 from accordion_hvd.comm.agreement import require_agreement
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Tensor
-from accordion_hvd.engine import bucket_state, checkpoint, rank_changes
+from accordion_hvd.engine import checkpoint, rank_changes
 from accordion_hvd.engine.exchange import Exchange, usual_gains
 from accordion_hvd.engine.guard import Guard
-from accordion_hvd.engine.layout import TensorInfo
+from accordion_hvd.engine.layout import TensorInfo, span
 from accordion_hvd.engine.ledger import Ledger, as_ledger
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.gate import probe
@@ -99,7 +99,7 @@ class GradientAverager(abc.ABC, Generic[E]):
         self._initial_policy = copy.deepcopy(policy.state_dict())
         self.agreed = False
         self._own_state = True  # whether the adopted state was saved by this rank
-        self._compared = 0  # number of the last step with a comparison
+        self._next_comparison = self.guard.next_after(0)  # number of the step
         self._shared = 0  # number of the last step after which ranks showed each other their sums
         self._committed: dict[str, Any] | None = None  # state of the last commit
         self._part: rank_changes.Part | None = None  # state from before the last change of ranks
@@ -208,11 +208,12 @@ class GradientAverager(abc.ABC, Generic[E]):
         A single rank still needs policies that return updates, are private or grow batches. It
         needs every policy in elastic jobs, where other ranks may join.
         """
+        if self.communicator.size > 1:
+            return False
         policy = self.policy
         needed = policy.output == "update" or policy.observers.any("needed_alone")
         needed |= os.environ.get("HOROVOD_ELASTIC") == "1"
-        needed = self.with_settings or (needed and self.process_set.included())
-        return self.communicator.size == 1 and not needed
+        return not (self.with_settings or (needed and self.process_set.included()))
 
     # ---------------------------------------------------------------------------------- agreement
     def agree(self, *lines: str) -> None:
@@ -317,7 +318,8 @@ class GradientAverager(abc.ABC, Generic[E]):
             rank_changes.regroup(self.exchange, own, group, gather)
         if self._exchange is not None:
             self._exchange.name = self.name
-            self._compared = self._shared = self._exchange.steps
+            self._shared = self._exchange.steps
+            self._next_comparison = self.guard.next_after(self._shared)
         self._own_state = True
         self.doubt()
         return group
@@ -357,13 +359,14 @@ class GradientAverager(abc.ABC, Generic[E]):
         """Return whether the guard schedules a comparison for a step since the last one.
 
         Comparisons are delayed while models are averaged, and while an algorithm lets weights
-        differ for some steps (`bucket_state.span` is 0).
+        differ for some steps (`layout.span` is 0).
         """
-        if not bucket_state.span(self.exchange.bucket_states, self.exchange.counted):
+        if step < self._next_comparison:
             return False
-        due = any(self.guard.due(earlier) for earlier in range(self._compared + 1, step + 1))
-        self._compared = step
-        return due
+        if not span(self.exchange.bucket_states, self.exchange.counted):
+            return False
+        self._next_comparison = self.guard.next_after(step)
+        return True
 
     def checksums(self) -> Tensor:
         """Return this rank's checksums of learning rates, replicas and levels, as int64."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import warnings
 from collections.abc import Sequence
@@ -58,16 +59,12 @@ class Guard:
         check.integer("DistributedOptimizer", "guard_every", steps, least=1)
         self.mode, self.every, self.warned = mode, int(steps), False
 
-    def due(self, step: int, span: int = 1) -> bool:
-        """Return whether to compare replicas after exchange number `step` (from 1).
-
-        Args:
-            span: number of exchanges, up to and including this one, since the replicas were last
-                equal (`bucket_state.span`). Where weights differ between ranks for some steps, a
-                check waits until they are equal again.
-        """
-        scheduled = (n in EARLY or n % self.every == 0 for n in range(step - span + 1, step + 1))
-        return self.mode != "off" and any(scheduled)
+    def next_after(self, step: int) -> float:
+        """Return the number of exchanges (more than `step`) after which to compare replicas."""
+        if self.mode == "off":
+            return math.inf
+        later = (step // self.every + 1) * self.every
+        return min(number for number in (*EARLY, later) if number > step)
 
     def compare(
         self, communicator: Communicator, step: int, names: Sequence[str], sums: Tensor

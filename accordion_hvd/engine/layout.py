@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,9 +23,10 @@ from types import ModuleType
 from typing import Any
 
 from accordion_hvd.check import first_match, matches
-from accordion_hvd.core.base import Info, State, Tensor
-from accordion_hvd.engine.bucket_state import BucketState
-from accordion_hvd.ops.spec import ITEMSIZE, on_cpu
+from accordion_hvd.core.base import Compressor, Info, State, Tensor
+from accordion_hvd.engine.saved_state import SavedState
+from accordion_hvd.ops import on_cpu
+from accordion_hvd.ops.spec import ITEMSIZE, Spec
 from accordion_hvd.policies.evidence import SKETCHED, Evidence
 
 MIN_ELEMENTS = 1024
@@ -169,6 +171,206 @@ def _bucket(
     return Bucket(name, members, shape, sizes, first.dtype, compress, packed, first.group)
 
 
+# ------------------------------------------------------------------------- the state of one bucket
+class BucketState:
+    """The levels and the state of one bucket.
+
+    Attributes:
+        level, compressor: number of the level that serves the bucket now, and the level itself.
+        phased: whether phases of this level differ.
+        sharded: whether ranks store parts of a level's state.
+        inactive: states of other levels, by level.
+        carried: residual of earlier levels that is not part of the present level's state and is
+            added to the next gradient; None if there is none.
+        created_with: the `Info` with which `state` was made; None before that, and if `state` was
+            loaded without it.
+        served_by_level: number of exchanges that other levels have served, by level.
+        name: name in the compressors' `Info`, from which their random numbers derive. Checkpoints
+            save it, because Keras may rename the variables of a loaded model.
+        served_from: number of exchanges that were not skipped when the present level began, minus
+            the number of exchanges that this level had served before.
+    """
+
+    def __init__(
+        self, bucket: Bucket, levels: tuple[Compressor, ...], spec: Spec, level: int = 0
+    ) -> None:
+        self.bucket, self.levels, self.spec = bucket, levels, spec
+        self.sharded = any(level.sharded for level in levels)
+        self.serve(level)
+        self.name = bucket.name
+        self.inactive: dict[int, State] = {}
+        self.carried: Tensor | None = None
+        self.served_by_level: dict[int, int] = {}
+        self.served_from = 0
+        self._state: State | None = None
+        self._evidence: dict[str, Tensor] = {}
+        self._stack: Batch | None = None  # storage of state and evidence, if stacked
+        self._place = 0  # in the stack: number of the bucket, or offset if flat
+        self.created_with: Info | None = None
+
+    def serve(self, level: int) -> None:
+        self.level, self.compressor = level, self.levels[level]
+        self.phased = self.compressor.phases
+
+    @property
+    def state(self) -> State | None:
+        """Return the state of the present level; None before the first exchange.
+
+        The tensors may be views of memory that the next step overwrites.
+        """
+        if self._stack is None:
+            return self._state
+        return {k: self._stack.part(v, self._place, self) for k, v in self._stack.state.items()}
+
+    @state.setter
+    def state(self, state: State | None) -> None:
+        self._unstack()
+        self._state = state
+
+    @property
+    def evidence(self) -> dict[str, Tensor]:
+        """Return the tensors for the policy's evidence by key; do not modify them."""
+        if self._stack is None:
+            return self._evidence
+        stacked = self._stack.evidence.items()
+        return self._evidence | {k: self._stack.part(v, self._place, self) for k, v in stacked}
+
+    @evidence.setter
+    def evidence(self, evidence: dict[str, Tensor]) -> None:
+        self._unstack()
+        self._evidence = evidence
+
+    def join(self, stack: Batch, place: int) -> None:
+        """Store state and evidence at `place` of `stack`: a number, or an offset if it is flat."""
+        self._evidence = {k: v for k, v in self.evidence.items() if k not in stack.evidence}
+        self._stack, self._place, self._state = stack, place, None
+
+    def _unstack(self) -> None:
+        """Store state and evidence separately, as views of the stack where possible."""
+        if self._stack is not None:
+            self._state, self._evidence, self._stack = self.state, self.evidence, None
+
+    def prepare(self, info: Info) -> None:
+        """Make the state if there is none, or if rank or hosts of sharded states have changed."""
+        before = self.created_with
+        if before is not None and self.sharded:
+            if (before.hosts, before.rank) != (info.hosts, info.rank):
+                self._carry_residual(before)
+        if self._stack is None and self._state is None:
+            self._state = self.compressor.init(self.spec, info)
+        if self.created_with is None:
+            self.created_with = info
+
+    def _carry_residual(self, before: Info) -> None:
+        """Discard sharded states, and carry the residual of the full tensor instead."""
+        self.carried = self._total_residual(self.compressor, self.state or {}, before)
+        self.state, self.inactive, self.created_with = None, {}, None
+
+    def _total_residual(self, compressor: Compressor, state: State, info: Info) -> Tensor | None:
+        """Return the residual of the full tensor, with `carried` added; None if there is none."""
+        residual = compressor.residual(state)
+        if residual is None:
+            return self.carried
+        xp, shape = self.spec.xp, self.spec.shape
+        residual = xp.reshape(compressor.expand_residual(residual, self.spec, info), shape)
+        return residual if self.carried is None else residual + xp.reshape(self.carried, shape)
+
+    def residual(self, info: Info) -> Tensor | None:
+        """Return this rank's residual in the bucket's shape; None if there is none."""
+        return self._total_residual(self.compressor, self.state or {}, self.created_with or info)
+
+    def record_switch(self, level: int, counted: int) -> None:
+        """Update `served_from` before a switch, after `counted` exchanges without skipped ones."""
+        self.served_by_level[self.level] = counted - self.served_from
+        self.served_from = counted - self.served_by_level.pop(level, 0)
+
+    def switch(self, level: int, info: Info) -> None:
+        """Switch to another level, which takes over the residual of the old one."""
+        if level == self.level:
+            return
+        old, old_level, old_state = self.compressor, self.level, self.state
+        self.serve(level)
+        if old_state is None:
+            return
+        new = self.compressor
+        state = new.init(self.spec, info) | self.inactive.pop(level, {})
+        state = new.warm_start(state, old, old_state)
+        new.check_start(state, old, info)
+        self.state = self._take_residual(state, old, old_state, info)
+        self.inactive[old_level] = old.deactivate(old_state)
+
+    def _take_residual(self, state: State, old: Compressor, old_state: State, info: Info) -> State:
+        """Return the new level's state with the old residual in it, or store it in `carried`."""
+        new, part = self.compressor, old.residual(old_state)
+        feeds_back = new.residual(state) is not None
+        if feeds_back and part is not None and new.sharded and old.sharded:
+            return new.with_residual(state, part)  # the same shard, in the same units
+        residual = self._total_residual(old, old_state, info)
+        self.carried = None
+        if residual is None:
+            return state
+        if feeds_back and not new.sharded:
+            return new.with_residual(state, residual)
+        self.carried = residual
+        return state
+
+    def saved(self) -> SavedState:
+        """Return the state to save; residuals that consist of several tensors are added up.
+
+        The tensors may be views of memory that the next step overwrites.
+        """
+        states = dict(self.inactive)
+        state = self.state
+        if state:
+            residual = self.compressor.residual(state)
+            combined = state if residual is None else self.compressor.with_residual(state, residual)
+            states[self.level] = combined
+        return SavedState(self.level, states, self.carried, dict(self.evidence))
+
+    def load(self, saved: SavedState) -> None:
+        states = dict(saved.states)
+        self.serve(saved.level)
+        self.carried, self.created_with = saved.carried, None
+        self.state, self.evidence = states.pop(saved.level, None), dict(saved.evidence)
+        self.inactive = states
+
+
+def drifting(entries: Sequence[BucketState]) -> list[BucketState]:
+    """Return the bucket states with compressors that let weights differ between ranks."""
+    plain = Compressor.synchronous
+    return [entry for entry in entries if type(entry.compressor).synchronous is not plain]
+
+
+def span(entries: Sequence[BucketState], counted: int) -> int:
+    """Return how many exchanges ago the weights were equal before; 0 if they differ now.
+
+    Skipped exchanges do not count. The number is 1 if no compressor lets weights differ. It depends
+    only on the numbers of exchanges, so it is equal on all ranks.
+    """
+    states = drifting(entries)
+
+    def equal(back: int) -> bool:
+        served = ((s.compressor, counted - s.served_from - back) for s in states)
+        return all(compressor.synchronous(max(count, 0)) for compressor, count in served)
+
+    if not states:
+        return 1
+    return next(n for n in itertools.count(1) if equal(n)) if equal(0) else 0
+
+
+def reports(entries: Sequence[BucketState]) -> dict[str, dict[str, float]]:
+    """Return the reports of the compressors (`Compressor.report`) by bucket, without empty ones."""
+    found = {entry.bucket.name: entry.compressor.report(entry.state or {}) for entry in entries}
+    return {
+        entry.bucket.name: {
+            key: float(entry.spec.xp.to_numpy(x).reshape(-1)[0])
+            for key, x in found[entry.bucket.name].items()
+        }
+        for entry in entries
+        if found[entry.bucket.name]
+    }
+
+
 # ---------------------------------------------------------------------------------------- batches
 class Batch:
     """Buckets that share one call of `exchange`, with their states in the compressor's layout.
@@ -182,6 +384,7 @@ class Batch:
         members: positions of their tensors in the exchange's list, bucket by bucket.
         stacked: "alike" if the tensors are stacked along a new first dimension, "any" if they are
             flattened into one vector, "" for a single bucket in its own shape.
+        shares: whether the means are views of one array.
         before: the policy's evidence before the current step, to undo the step.
         buffer: packed gradients of the last step, whose memory serves again.
         aside: a copy of the state before the current step, of which parts may be restored.
@@ -195,6 +398,7 @@ class Batch:
         self.entries, self.stacked, self.declared, self._xp = entries, stacked, evidence, xp
         self.members = tuple(member for entry in entries for member in entry.bucket.members)
         self.first, self.flat = entries[0], stacked == "any" or entries[0].bucket.packed
+        self.shares = bool(stacked) or self.flat
         self.before: dict[str, Tensor] | None = None
         self.buffer: Tensor | None = None
         self.aside: State | None = None
@@ -204,11 +408,6 @@ class Batch:
         self._evidence: dict[str, Tensor] = {}
 
     # --------------------------------------------------------------------------- tensors in and out
-    @property
-    def shares(self) -> bool:
-        """Return whether the means are views of one array."""
-        return bool(self.stacked) or self.flat
-
     def pack(self, parts: Sequence[Tensor], keep: bool = False) -> Tensor:
         """Return one tensor per member in the layout of the compressor.
 
@@ -256,15 +455,15 @@ class Batch:
 
     def open(self, info: Info, wanted: Sequence[Evidence]) -> None:
         """Make missing states and evidence, and stack the states of the buckets."""
-        if not self._is_stacked() or any(level.sharded for level in self.first.levels):
+        if not self._is_stacked() or self.first.sharded:
             for entry in self.entries:
                 entry.prepare(replace(info, name=entry.name) if self.stacked else info)
             if self.stacked and not self._is_stacked():
                 self._stack_states()
-        nothing: list[dict[str, Tensor]] = [{} for _ in self.entries]
-        missing = {x.key: self._joined(x, nothing) for x in wanted if x.key not in self.evidence}
-        if missing:
-            self.evidence = self.evidence | missing
+        if wanted:
+            nothing: list[dict[str, Tensor]] = [{} for _ in self.entries]
+            missing = [x for x in wanted if x.key not in self.evidence]
+            self.evidence = self.evidence | {x.key: self._joined(x, nothing) for x in missing}
 
     @property
     def serves(self) -> bool:
@@ -272,7 +471,12 @@ class Batch:
         return not self.stacked or self._is_stacked()
 
     def _is_stacked(self) -> bool:
-        return self._state is not None and all(entry.within(self) for entry in self.entries)
+        if self._state is None:
+            return False
+        for entry in self.entries:  # a loop costs less than a generator, in each step
+            if entry._stack is not self:
+                return False
+        return True
 
     def _stack_states(self) -> None:
         states = [entry.state or {} for entry in self.entries]
@@ -308,9 +512,17 @@ class Batch:
         else:
             self._evidence = evidence
 
+    @property
+    def carries(self) -> bool:
+        """Return whether a bucket has a residual of earlier levels."""
+        for entry in self.entries:
+            if entry.carried is not None:
+                return True
+        return False
+
     def carried(self) -> Tensor | None:
         """Return the residuals of earlier levels to add to the gradient; None if there are none."""
-        if not any(entry.carried is not None for entry in self.entries):
+        if not self.carries:
             return None
         return self.combine(
             [
@@ -336,7 +548,7 @@ class Batch:
         if aside is not None and any(flag is not False for flag in absent):
             state = {key: self._chosen(aside[key], value, absent) for key, value in state.items()}
         flags = iter(absent)
-        for entry in self.entries:
+        for entry in self.entries if self.carries else ():
             own = [flag for _, flag in zip(entry.bucket.members, flags, strict=False)]
             entry.carried = self._still_carried(entry, own)
         if self._state is None:
@@ -485,9 +697,12 @@ class Layout:
         batches: all batches; each bucket belongs to one.
         groups: fusion groups, each as positions of batches.
         batch_of: position of the batch of each tensor, by the tensor's number.
+        group_of: position of the fusion group of each batch, by the batch's position.
+        labels: name and first compressor of each fusion group, for people.
         number: hash of the layout, equal on ranks whose layouts and levels are equal.
         period: number of steps after which all phases that repeat do so together.
         complete: whether all payloads were known.
+        keeps_state: whether a compressor keeps state, or may.
     """
 
     def __init__(
@@ -500,6 +715,7 @@ class Layout:
         kinds = [_kind(x, phase_of(x), bool(evidence)) for x in entries]
         sizes = [payloads.get(key, x.dense_bytes) for key, x in zip(keys, buckets, strict=True)]
         self.complete = all(key in payloads for key in keys)
+        self.keeps_state = any(entry.compressor.batching != "any" for entry in entries)
         device = entries[0].spec.device if entries else None
         division = divide(buckets, kinds, sizes, limit, device)
         serving = [x for x in (earlier.batches if earlier else ()) if x.serves]
@@ -517,7 +733,9 @@ class Layout:
                 self.batches.append(batch)
             self.groups.append(range(first, len(self.batches)))
         self.batch_of = {m: i for i, batch in enumerate(self.batches) for m in batch.members}
-        self._phased = [entry for entry in entries if entry.compressor.phases]
+        self.group_of = {i: g for g, members in enumerate(self.groups) for i in members}
+        self.labels = [_label([self.batches[i] for i in members]) for members in self.groups]
+        self._phased = [entry for entry in entries if entry.phased]
         self.phases = [phase_of(entry) for entry in self._phased]
         self.period = math.lcm(*(entry.compressor.period or 1 for entry in self._phased))
         shapes = [(*key, x.shape) for key, x in zip(keys, buckets, strict=True)]
@@ -525,7 +743,13 @@ class Layout:
 
     def holds(self, phase_of: Callable[[BucketState], int]) -> bool:
         """Return whether phases are those that the layout is for."""
-        return self.phases == [phase_of(entry) for entry in self._phased]
+        return not self._phased or self.phases == [phase_of(entry) for entry in self._phased]
+
+
+def _label(batches: Sequence[Batch]) -> tuple[str, str]:
+    first, *others = [entry for batch in batches for entry in batch.entries]
+    more = f" and {len(others)} more" if others else ""
+    return first.bucket.name + more, repr(first.compressor)
 
 
 def _kind(entry: BucketState, phase: int, followed: bool) -> Kind:

@@ -272,7 +272,7 @@ class ModelAverager(checkpoint.Keeper):
         self._inform()
         self.steps, self.total_steps = self.steps + 1, self.total_steps + 1
         self._seconds += time.perf_counter() - began
-        if self.equal and self.guard.due(self.steps):
+        if self.equal and self.guard.next_after(self.steps - 1) == self.steps:
             self._compare(model.read(), self.steps, rates or [lr])
 
     def average_now(self, statistics: Parameters | None = None) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd.engine import checkpoint
-from accordion_hvd.engine.bucket_state import BucketState
 from accordion_hvd.engine.exchange import Exchange
+from accordion_hvd.engine.layout import BucketState
 from accordion_hvd.engine.saved_state import SavedState
 from accordion_hvd.optimizers.base import UpdateRule
 

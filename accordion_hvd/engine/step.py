@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from accordion_hvd.comm import timeouts
 from accordion_hvd.comm.communicator import Communicator, Pending
 from accordion_hvd.comm.traffic import Traffic, size_of, traffic_of
 from accordion_hvd.core.base import Allgather, Allreduce, ExchangeGenerator, Request, State, Tensor
@@ -33,7 +32,7 @@ class BatchExchange(Running):
     """The exchange generator of one bucket batch, with its cost.
 
     Attributes:
-        payload: bytes of the generator's first requests.
+        payload: bytes of the generator's first requests, if the layout does not know them yet.
         seconds: seconds spent in the generator.
         sent: bytes that the generator has sent.
     """
@@ -42,7 +41,7 @@ class BatchExchange(Running):
         self._undo: list[journal.Undo] = []
         with journal.recording(self._undo):
             super().__init__(opening(grad))
-        self.payload = sum(_payload(request) for request in self.requests)
+        self.payload = 0
         self.seconds = self.sent = 0.0
 
     def answer(self, results: Sequence[Any]) -> None:
@@ -101,7 +100,6 @@ class Step:
         self.costs = [GroupCost() for _ in layout.groups]
         self._communicator, self._xp = communicator, communicator.xp
         self._name, self._guarded = name, guarded
-        self._group_of = {i: g for g, members in enumerate(layout.groups) for i in members}
         self._exchanges: dict[int, BatchExchange] = {}
         self._flags: dict[int, list[Tensor]] = {g: [] for g in range(len(self.costs))}
         self._sent: dict[int, list[Tensor]] = {g: [] for g in range(len(self.costs))}  # to check
@@ -118,9 +116,9 @@ class Step:
         self.telling = False  # whether messages in graphs say which gradients are there
         self.measuring = False  # whether to record the bytes that `spent` returns
 
-    def started(self, index: int) -> bool:
-        """Return whether bucket batch `index` has received its gradients."""
-        return index in self._exchanges
+    def missing(self) -> list[int]:
+        """Return the positions of the batches that have not received their gradients."""
+        return [i for i in range(len(self._sizes)) if i not in self._exchanges]
 
     @property
     def launched(self) -> int:
@@ -144,7 +142,7 @@ class Step:
                 of the gradients (`Compressor.detects_nonfinite`).
         """
         began = time.perf_counter()
-        group = self._group_of[index]
+        group = self.layout.group_of[index]
         if present is not None:
             self._present[index] = present
         if self._guarded and not detects_nonfinite:
@@ -152,6 +150,8 @@ class Step:
             grad = self._xp.zero_if_bad(grad, bad)
             self._flags[group].append(bad)
         exchange = self._exchanges[index] = BatchExchange(opening, grad)
+        if not self.layout.complete:
+            exchange.payload = sum([_payload(self._xp, request) for request in exchange.requests])
         if self._guarded and detects_nonfinite:
             self._sent[group].append(exchange.requests[0].tensor)
         exchange.seconds = time.perf_counter() - began
@@ -200,15 +200,13 @@ class Step:
         return self._judged and not self._pending and self._asked is None
 
     def finish(self) -> None:
-        began, wait = time.perf_counter(), timeouts.Wait()
-        decoding = self.seconds["decode"]
-        while not self.advance():
-            self._communicator.pause(wait.seconds())
+        began, decoding = time.perf_counter(), self.seconds["decode"]
+        self._communicator.until(self.advance)
         waited = time.perf_counter() - began - (self.seconds["decode"] - decoding)
         self.seconds["wait"] += waited
 
     def payload(self, index: int) -> int:
-        """Return the bytes of the first requests of bucket batch `index` on this rank."""
+        """Return the bytes of the first requests of batch `index` on this rank, if measured."""
         return self._exchanges[index].payload
 
     def spent(self, index: int) -> tuple[float, float]:
@@ -259,7 +257,7 @@ class Step:
             for request in self._exchanges[i].requests:
                 ranks = self._communicator.ranks(request.group)
                 if not self._communicator.within_host(request.group):
-                    self._exchanges[i].sent += traffic_of(request, ranks).sent
+                    self._exchanges[i].sent += traffic_of([request], ranks).sent
 
     def _flag_request(self, group: int, requests: Sequence[Request]) -> Request:
         """Return a request with a flag and the plan number; in a graph, also who has what."""
@@ -269,16 +267,17 @@ class Step:
             flags.append(xp.nonfinite(xp.concat([xp.reshape(x, (-1,)) for x in sent])))
         bad = xp.reshape(xp.maximum_of(flags), (1,))
         parts = [bad, xp.full((1,), float(self.layout.number), "float32", xp.device(bad))]
-        lacks = any(i in self._present for i in self._groups[group])
+        lacks = self._present and any([i in self._present for i in self._groups[group]])
         if xp.symbolic(bad) and (lacks or self.telling):
             parts += self._presence(self._groups[group], xp.device(bad))
         elif lacks:
             parts[0] = bad + LACKS
         both = xp.concat(parts)
-        fuses = any(_is_plain_mean(xp, request) for request in requests)
-        if not fuses and any(_is_gather(request) for request in requests):
-            return Allgather(both)
-        return Allreduce(both)
+        for request in requests:
+            if _is_plain_mean(xp, request):
+                return Allreduce(both)
+        gathers = any([_is_gather(request) for request in requests])
+        return Allgather(both) if gathers else Allreduce(both)
 
     def _judge(self) -> None:
         """Continue all generators, or undo the step if a flag is set; equal on all ranks."""
@@ -377,10 +376,10 @@ def _is_plain_mean(xp: ModuleType, request: Request) -> bool:
     )
 
 
-def _payload(request: Request) -> int:
+def _payload(xp: ModuleType, request: Request) -> int:
     if isinstance(request, Allgather) and request.uneven:
         return 0
-    return size_of(request.tensor, request.wire if isinstance(request, Allreduce) else None)
+    return size_of(request.tensor, request.wire if isinstance(request, Allreduce) else None, xp)
 
 
 class Accounts:

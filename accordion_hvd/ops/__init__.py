@@ -38,6 +38,11 @@ def backend(name: str) -> ModuleType:
     return importlib.import_module(f"accordion_hvd.ops.{name}")
 
 
+def on_cpu(device: Any) -> bool:
+    """Return whether a tensor's device, as its framework describes it, is a CPU."""
+    return "cpu" in str(device or "cpu").lower()
+
+
 def _owner(tensor: Any) -> str:
     for ancestor in type(tensor).__mro__:
         root = ancestor.__module__.partition(".")[0]

@@ -27,11 +27,6 @@ FOLDS = 64
 """Number of blocks of a vector that `fold` adds."""
 
 
-def on_cpu(device: Any) -> bool:
-    """Return whether a tensor's device, as its framework describes it, is a CPU."""
-    return "cpu" in str(device or "cpu").lower()
-
-
 @dataclass(frozen=True)
 class Spec:
     """Properties of a tensor without its values; argument of `Compressor.init`.

@@ -13,7 +13,7 @@ from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.adam import Adam
 from accordion_hvd.optimizers.signs import SCALES, Chunks, advanced, averaged, norms
-from accordion_hvd.policies.warmup import WarmUp
+from accordion_hvd.policies.fixed import WarmUp
 
 QUIET = 1e-6
 """Variance, relative to the mean of the tensor, below which steps exceed about 1000 lr."""

@@ -12,7 +12,7 @@ from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, In
 from accordion_hvd.ops import count_sketch, namespace, random
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.base import UpdateRule, check_betas
-from accordion_hvd.policies.warmup import WarmUp
+from accordion_hvd.policies.fixed import WarmUp
 
 LEAST = 1e-30
 """Least `eps`, far above the smallest fp32 number."""

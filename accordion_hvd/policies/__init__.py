@@ -4,13 +4,11 @@ from accordion_hvd.policies.accordion import Accordion
 from accordion_hvd.policies.adaqs import AdaQS
 from accordion_hvd.policies.base import Policy
 from accordion_hvd.policies.displacement import Displacement
-from accordion_hvd.policies.fixed import Fixed
+from accordion_hvd.policies.fixed import Fixed, StepSchedule, WarmUp
 from accordion_hvd.policies.gate import Gate
 from accordion_hvd.policies.goodput import Goodput
 from accordion_hvd.policies.replay import Replay
 from accordion_hvd.policies.scalecom_recipe import ScaleComRecipe
-from accordion_hvd.policies.schedule import StepSchedule
-from accordion_hvd.policies.warmup import WarmUp
 
 __all__ = [
     "Accordion",

@@ -19,8 +19,8 @@ from accordion_hvd.policies.evidence import Evidence, Reading, weight_norms
 from accordion_hvd.policies.windows import Windowed
 
 if TYPE_CHECKING:
-    from accordion_hvd.engine.bucket_state import BucketState
     from accordion_hvd.engine.exchange import Exchange
+    from accordion_hvd.engine.layout import BucketState
 
 COLUMNS = 256
 BOUND, RELEASE = 0.06, 1 / 3

@@ -12,8 +12,8 @@ from accordion_hvd.ops import namespace
 from accordion_hvd.policies.evidence import Evidence, Reading, Step
 
 if TYPE_CHECKING:
-    from accordion_hvd.engine.bucket_state import BucketState
     from accordion_hvd.engine.exchange import Exchange
+    from accordion_hvd.engine.layout import BucketState
 
 SAMPLE = 1 << 14
 """Largest number of elements of a bucket that are compared."""

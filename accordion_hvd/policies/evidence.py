@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from accordion_hvd.core.base import Compressor, State, Tensor
-from accordion_hvd.ops import namespace, random
-from accordion_hvd.ops.spec import FOLDS, on_cpu
+from accordion_hvd.ops import namespace, on_cpu, random
+from accordion_hvd.ops.spec import FOLDS
 
 if TYPE_CHECKING:
-    from accordion_hvd.engine.bucket_state import BucketState
     from accordion_hvd.engine.exchange import Exchange
+    from accordion_hvd.engine.layout import BucketState
 
 Reading = Generator[Any, Any, dict[str, float]]
 """A generator that yields collectives and returns bucket -> number."""

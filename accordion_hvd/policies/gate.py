@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd import check
-from accordion_hvd.compressors.dense import Dense
-from accordion_hvd.compressors.half import FP16
+from accordion_hvd.compressors.dense import FP16, Dense
 from accordion_hvd.core.base import Allreduce, Compressor
 from accordion_hvd.policies.advice import Advice, Link, Option, TensorRow
 from accordion_hvd.policies.evidence import StepTimes

@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from accordion_hvd import check
-from accordion_hvd.compressors.dense import Dense
-from accordion_hvd.compressors.half import BF16, FP16
+from accordion_hvd.compressors.dense import BF16, FP16, Dense
 from accordion_hvd.core.base import Compressor
 from accordion_hvd.policies.base import Seen, agree
 from accordion_hvd.policies.decision import Decision

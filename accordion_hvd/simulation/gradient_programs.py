@@ -19,9 +19,8 @@ import numpy as np
 from accordion_hvd import check
 from accordion_hvd.comm.recording import Operation, RecordingCommunicator, Rounds, record
 from accordion_hvd.core.base import ExchangeGenerator, Hosts
-from accordion_hvd.engine.bucket_state import BucketState
 from accordion_hvd.engine.exchange import Exchange
-from accordion_hvd.engine.layout import Batch, TensorInfo
+from accordion_hvd.engine.layout import Batch, BucketState, TensorInfo
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.ops.random import normal
 from accordion_hvd.policies.alternation import Alternation

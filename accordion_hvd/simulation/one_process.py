@@ -270,8 +270,9 @@ class World:
         return shape, spec.dtype, "" if spec.device is None else str(spec.device)
 
     def _decide(self, lr: float) -> None:
-        if all([e.decisions.due(e.rates(lr)) for e in self.exchanges]):
-            lockstep(self._links, [e.decisions.take(e.rates(lr)) for e in self.exchanges])
+        synced = [(e.sync, e.rates(lr)) for e in self.exchanges if e.sync is not None]
+        if synced and all([sync.due(rates) for sync, rates in synced]):
+            lockstep(self._links, [sync.take(rates) for sync, rates in synced])
 
     def _means(self, exchange: Exchange) -> dict[str, Tensor] | None:
         if not exchange.close():

@@ -15,8 +15,8 @@ from accordion_hvd.comm.recording import Operation
 from accordion_hvd.comm.rehearsal import RehearsalCommunicator
 from accordion_hvd.core.base import Hosts, Info, Tensor
 from accordion_hvd.core.placement import consecutive
-from accordion_hvd.engine.bucket_state import BucketState
 from accordion_hvd.engine.exchange import Exchange
+from accordion_hvd.engine.layout import BucketState
 from accordion_hvd.engine.ledger import as_ledger
 from accordion_hvd.policies import Fixed
 from accordion_hvd.simulation.gradient_programs import Gradients

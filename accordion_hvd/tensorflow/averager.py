@@ -15,10 +15,9 @@ from accordion_hvd.comm.local import connect
 from accordion_hvd.core.base import Tensor
 from accordion_hvd.engine import checkpoint, gain
 from accordion_hvd.engine import guard as guards
-from accordion_hvd.engine.bucket_state import drifting
 from accordion_hvd.engine.gradient_averager import GradientAverager
 from accordion_hvd.engine.guard import Guard
-from accordion_hvd.engine.layout import TensorInfo
+from accordion_hvd.engine.layout import TensorInfo, drifting
 from accordion_hvd.engine.rank_changes import Gather, Group
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policies import Policy

@@ -15,8 +15,8 @@ from accordion_hvd.comm import timeouts
 from accordion_hvd.comm.traffic import Traffic
 from accordion_hvd.core.base import Info, State, Tensor
 from accordion_hvd.core.observer import Observer
-from accordion_hvd.engine.bucket_state import BucketState
 from accordion_hvd.engine.exchange import Exchange
+from accordion_hvd.engine.layout import BucketState
 from accordion_hvd.engine.saved_state import SavedState
 from accordion_hvd.engine.step import Step
 from accordion_hvd.ops import tensorflow as xp
@@ -67,7 +67,8 @@ class TensorFlowExchange(Exchange):
         self._outline: Any = None
         self.version = 0
         super().__init__(*args, **options)
-        self.evidence.always = True
+        if self.sync is not None:
+            self.sync.always = True
 
     # ----------------------------------------------------------------------------------- the clock
     @property
@@ -179,8 +180,8 @@ class TensorFlowExchange(Exchange):
         """Replace the tensors in the state of a bucket by variables."""
         entry = self.bucket_states[index]
         entry.prepare(self.info(entry))
-        zeros = {x.key: x.zeros(entry) for x in self.evidence.wanted(entry)}
-        entry.evidence = zeros | entry.evidence
+        wanted = self.sync.wanted(entry) if self.sync is not None else ()
+        entry.evidence = {x.key: x.zeros(entry) for x in wanted} | entry.evidence
         assert entry.state is not None
         levels = (entry.level, None)
         for key in [k for k in self._variables if k[0] == index and k[1] not in levels]:

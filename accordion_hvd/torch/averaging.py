@@ -83,16 +83,13 @@ def load_in_place(optimizer: Any, state_dict: dict[str, Any]) -> None:
     optimizer.param_groups, optimizer.state = groups, state
 
 
-def local_step(optimizer: Any, closure: Any, **more: Any) -> Any:
-    """Take the wrapped optimizer's step; return its result.
+def unscaled_step(optimizer: Any, *given: Any, **more: Any) -> Any:
+    """Take the wrapped optimizer's step in a call of `GradScaler.step`; return its result.
 
-    In a call of `GradScaler.step`, gradients are unscaled first, and the step is skipped if they
-    are not finite, which the scaler saw before they were averaged.
+    Gradients are unscaled first, and the step is skipped if they are not finite, which the scaler
+    saw before they were averaged.
     """
-    bad, scale = vars(optimizer).get("found_inf"), vars(optimizer).get("grad_scale")
-    given = () if closure is None else (closure,)  # some optimizers take none
-    if bad is None:
-        return optimizer._base.step(optimizer, *given, **more)
+    bad, scale = optimizer.found_inf, vars(optimizer).get("grad_scale")
     if not _unscale(optimizer, torch.ones_like(bad) if scale is None else scale):
         return None
     del optimizer.found_inf, optimizer.grad_scale  # else fused optimizers would unscale again
@@ -184,7 +181,9 @@ class _ModelAveraging:
         """
         require_members(self, self._averager.method)
         self._averager.prepare()
-        result = local_step(self, closure, **more)
+        given = () if closure is None else (closure,)  # some optimizers take none
+        step = unscaled_step if "found_inf" in vars(self) else self._base.step
+        result = step(self, *given, **more)
         rates = [float(group["lr"]) for group in self.param_groups]
         self._averager.average(rates[0], rates=rates)
         inner = self._inner()

@@ -6,7 +6,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,6 @@ from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.agreement import require_agreement
 from accordion_hvd.comm.communicator import ProcessSet
-from accordion_hvd.core.observer import Observers
 from accordion_hvd.engine.controls import Controls
 from accordion_hvd.engine.guard import Guard, Mode
 from accordion_hvd.engine.ledger import LedgerOption, as_ledger
@@ -200,7 +199,7 @@ class _Distributed(Controls):
         self._exchanged = False
         self._accumulated, self._batch_counted = 0, False
         self._averager = self._make_averager(names)
-        self._step_supports_amp_scaling = options["scaler"] is None  # see averaging.local_step
+        self._step_supports_amp_scaling = options["scaler"] is None  # see averaging.unscaled_step
         policy, named = options["policy"], self._averager.named
         self._models: Any = None  # the ModelAverager of a policy that alternates
         alternation = policy.observers.find(Alternation)
@@ -262,7 +261,7 @@ class _Distributed(Controls):
         """
         if self._averager.finished or not self.full:
             return
-        if self.averaging_models:
+        if self._models is not None and self.averaging_models:
             self._averager.keep()
         else:
             self._averager.finish()
@@ -292,24 +291,29 @@ class _Distributed(Controls):
         Returns:
             The closure's loss, or None without a closure.
         """
-        result = None
-        if self._observers.any("decides_ahead") and closure is not None:
+        result, observers = None, self._policy.observers
+        if closure is not None and observers.any("decides_ahead"):
             with torch.enable_grad():
                 result, closure = closure(), None
         if not self.full:
             self._batch_counted = False
             return result
-        self._heed_scaler()
+        if "found_inf" in vars(self):
+            self._heed_scaler()
         if self._should_synchronize:
             self._synchronize_for_step(closure)
         self._accumulated, self._batch_counted = 0, False
-        self._prepare_models()
-        with _scaled_rates(self.param_groups, self._observers.weight):
-            averaged = None if closure is None else self._averaging(closure)
-            taken = averaging.local_step(self, averaged, **more)
+        if self._models is not None:
+            self._prepare_models()
+        # Some optimizers take no closure.
+        given = () if closure is None else (self._averaging(closure),)
+        step = averaging.unscaled_step if "found_inf" in vars(self) else self._base.step
+        with _scaled_rates(self.param_groups, observers.weight) if observers else nullcontext():
+            taken = step(self, *given, **more)
             result = taken if result is None else result
-        self._average_models()
-        self._clear_finished()
+        if self._models is not None and self.averaging_models:
+            self._average_models()
+        self._averager.finished = False
         inner = self._inner()
         if inner is not None:
             inner._opt_called = True  # an LR scheduler of the wrapped optimizer checks this
@@ -334,7 +338,7 @@ class _Distributed(Controls):
             )
         if self._accumulated:
             return
-        self._clear_finished()
+        self._averager.finished = False
         self._base.zero_grad(self, *args, **kwargs)
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
@@ -357,7 +361,8 @@ class _Distributed(Controls):
         With `Accordion(batch_size=...)`, read this property on every rank between the backward pass
         and `step()` before you read or clip gradients. With other policies, it is always True.
         """
-        if not self._observers.any("decides_ahead"):
+        observers = self._policy.observers
+        if not observers or not observers.any("decides_ahead"):
             return True
         if not self._batch_counted:
             self._accumulated, self._batch_counted = self._accumulated + 1, True
@@ -383,13 +388,7 @@ class _Distributed(Controls):
     def _policy(self: Any) -> Any:
         return self._options["policy"]
 
-    @property
-    def _observers(self: Any) -> Observers:
-        return self._policy.observers
-
     def _prepare_models(self: Any) -> None:
-        if self._models is None:
-            return
         averaging.require_members(self, self._models.method)
         if self._models.follow_mode():
             self._models.level(averaging.parameters(self._optimizer_state()))
@@ -397,10 +396,8 @@ class _Distributed(Controls):
             self._models.prepare()
 
     def _average_models(self: Any) -> None:
-        if self._models is None or not self.averaging_models:
-            return
         rates = [float(group["lr"]) for group in self.param_groups]
-        self._models.average(rates[0] * self._observers.weight, rates=rates)
+        self._models.average(rates[0] * self._policy.observers.weight, rates=rates)
 
     def _optimizer_state(self: Any) -> Named:
         """Return the wrapped optimizer's state tensors by name, without its step counts.
@@ -428,8 +425,6 @@ class _Distributed(Controls):
             ValueError: if the policy does not work with a scaler, or if its residuals would be in
                 scaled units because the exchange has begun.
         """
-        if "found_inf" not in vars(self):
-            return
         validation.check_optimizer(self._policy, self, True)
         averager = self._averager
         begun = averager.finished or averager.in_flight
@@ -453,9 +448,6 @@ class _Distributed(Controls):
         elif closure is None or self._averager.pending:
             self.synchronize()
         self._synchronized_by_scaler = False
-
-    def _clear_finished(self: Any) -> None:
-        self._averager.finished = False
 
     _synchronized_by_scaler = False  # whether the GradScaler has called synchronize()
 

@@ -182,7 +182,7 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         self._averager.finish()
         if self._averager.finite:
             self._apply_directions()
-        self._clear_finished()
+        self._averager.finished = False
         self._exchanged = True
         self._compare_replicas()
         return loss

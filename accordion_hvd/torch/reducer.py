@@ -228,7 +228,8 @@ class Reducer(GradientAverager[Exchange]):
     @property
     def batches(self) -> int:
         """Return the number of batches, each of `passes` backward passes, per exchange."""
-        return self.policy.observers.accumulated
+        observers = self.policy.observers
+        return observers.accumulated if observers else 1
 
     def decide(self) -> None:
         """Take a decision that is due, before the last batch of an exchange; collective.
@@ -269,12 +270,16 @@ class Reducer(GradientAverager[Exchange]):
         try:
             self._check_unchanged()
             self._follow_groups()
-            self._set_up()
-            self._begin()
-            self._start_missing()
-            self.finite = self.exchange.finish()
-            self._write(self.finite)
-            self._exchange_sparse()
+            if not self.agreed:
+                self._set_up()
+            exchange = self._begin()
+            assert exchange.running is not None
+            for index in exchange.running.missing():
+                self._start(exchange, index)
+            self.finite = exchange.finish()
+            self._write(exchange)
+            if self.sparse:
+                self._exchange_sparse()
             self.finished = True
         finally:
             self.reset()
@@ -283,7 +288,8 @@ class Reducer(GradientAverager[Exchange]):
         """Raise RuntimeError if a gradient was changed after its exchange could begin."""
         marked = [watched for watched in self._watched.values() if watched.mark is not None]
         newest: dict[int, int] = {}  # views of one buffer count their changes together
-        for _, buffer, version in (watched.mark for watched in marked if watched.mark):
+        for watched in marked:
+            _, buffer, version = watched.mark or (0, 0, 0)
             newest[buffer] = max(version, newest.get(buffer, 0))
         for watched in marked:
             place, buffer, _ = watched.mark or (0, 0, 0)
@@ -315,16 +321,18 @@ class Reducer(GradientAverager[Exchange]):
             watched.delay, watched.mark = delay, None
         self.loss_scale = None
 
-    def _begin(self) -> None:
-        if self.exchange.running is None:
+    def _begin(self) -> Exchange:
+        exchange = self.exchange
+        if exchange.running is None:
             self._follow_groups()
             self._watch_unfrozen()
             if self.settings is not None:
-                self.exchange.hyper = {
+                exchange.hyper = {
                     str(i): {name: group[name] for name in self.settings}
                     for i, group in enumerate(self.groups())
                 }
-            self.exchange.begin(self._rates())
+            exchange.begin(self._rates())
+        return exchange
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's parameter groups; none if it is unknown."""
@@ -349,7 +357,8 @@ class Reducer(GradientAverager[Exchange]):
         read = [(float(group["lr"]), group["params"]) for group in self.groups()]  # once a group
         rate = {parameter: lr for lr, parameters in read for parameter in parameters}
         usual = 0.0 if self.lr is None else float(self.lr())
-        for_all = self.settings is not None or self.policy.observers.any("decides_ahead")
+        observers = self.policy.observers
+        for_all = self.settings is not None or (observers and observers.any("decides_ahead"))
         entries = [s for s in self.exchange.bucket_states if s.bucket.compress or for_all]
         return {s.bucket.name: rate.get(self.keys[s.bucket.members[0]], usual) for s in entries}
 
@@ -358,30 +367,28 @@ class Reducer(GradientAverager[Exchange]):
         number = self.number.get(watched.parameter)
         if number is None or self.per_sample:
             return  # `finish` exchanges sparse gradients and gradients of single contributors
-        if not self.in_flight:
-            if self.policy.observers.any("decides_ahead"):
+        exchange = self._exchange
+        if exchange is None or exchange.running is None:
+            observers = self.policy.observers
+            if observers and observers.any("decides_ahead"):
                 self.decide()
-                if watched.delay > 0 or self.policy.observers.any("withholds"):
+                if watched.delay > 0 or observers.any("withholds"):
                     return  # more batches follow, or models are averaged instead
-            self._begin()
-        layout = self.exchange.layout
+            exchange = self._begin()
+        assert exchange.running is not None
+        layout = exchange.running.layout
         batch = layout.batch_of[number]
         self._ready[batch] += 1
         if self._ready[batch] == len(layout.batches[batch].members):
-            self._start(batch)
+            self._start(exchange, batch)
 
-    def _start_missing(self) -> None:
-        running = self.exchange.running
-        assert running is not None
-        for index in range(len(running.layout.batches)):
-            if not running.started(index):
-                self._start(index)
-
-    def _start(self, index: int) -> None:
-        batch = self.exchange.layout.batches[index]
+    def _start(self, exchange: Exchange, index: int) -> None:
+        assert exchange.running is not None
+        batch = exchange.running.layout.batches[index]
         parameters = [self.keys[m] for m in batch.members]
-        gradients, began = _samples if self.per_sample else self._gradients, perf_counter()
-        grad = batch.pack(gradients(parameters), keep=True)
+        began = perf_counter()
+        taken = _samples(parameters) if self.per_sample else [self._gradient(p) for p in parameters]
+        grad = batch.pack(taken, keep=True)
         with torch.no_grad():
             if self._scaled:
                 grad = grad.div_(self._scale())
@@ -391,18 +398,15 @@ class Reducer(GradientAverager[Exchange]):
             if batch.first.compressor.needs_weights:
                 weights = batch.pack([parameter.detach() for parameter in parameters])
             present = None
-            if not all(there := [self._is_present(parameter) for parameter in parameters]):
+            if not all(there := self._are_present(parameters)):
                 present = torch.tensor(there, dtype=torch.float32, device=grad.device)
             self.ledger.add("encode", perf_counter() - began)
-            self.exchange.start(index, grad, weights, present)
+            exchange.start(index, grad, weights, present)
 
-    def _is_present(self, parameter: torch.Tensor) -> bool:
-        """Return whether the mean of a parameter's gradient is applied, whatever other ranks do."""
-        unused = self.leaves_unused and parameter.grad is None
-        return parameter.requires_grad and not unused
-
-    def _gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [self._gradient(parameter) for parameter in parameters]
+    def _are_present(self, parameters: list[torch.Tensor]) -> list[bool]:
+        """Return whether the mean of each gradient is applied, whatever other ranks do."""
+        leaves = self.leaves_unused
+        return [p.requires_grad and not (leaves and p.grad is None) for p in parameters]
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         grad = parameter.grad
@@ -423,13 +427,13 @@ class Reducer(GradientAverager[Exchange]):
         return self.scaler.get_scale() if scale is None else scale
 
     @torch.no_grad()
-    def _write(self, finite: bool) -> None:
+    def _write(self, exchange: Exchange) -> None:
         began = perf_counter()
         factor: Any = self.communicator.size if self.total else 1
         if self._scaled:
             factor = factor * self._scale()
-        absent = self.exchange.absent
-        for batch in self.exchange.layout.batches:
+        absent, finite = exchange.absent, self.finite
+        for batch in exchange.layout.batches:
             kept = [i for i, m in enumerate(batch.members) if m not in absent]
             parameters = [self.keys[batch.members[i]] for i in kept]
             if finite:
@@ -438,7 +442,7 @@ class Reducer(GradientAverager[Exchange]):
                 if self.total or self._scaled:
                     means = [mean.mul_(factor) for mean in means]
             else:
-                means = [torch.full_like(p, self.exchange.lost) for p in parameters]
+                means = [torch.full_like(p, exchange.lost) for p in parameters]
             if parameters:
                 self._put(parameters, means, not finite or not batch.shares)
             batch.mean = None  # free the memory before the next step
@@ -458,8 +462,6 @@ class Reducer(GradientAverager[Exchange]):
 
     # ----------------------------------------------------------------------------- sparse gradients
     def _exchange_sparse(self) -> None:
-        if not self.sparse:
-            return
         grads = [self._sparse_gradient(p) for p in self.sparse]
         name = f"{self.name}.sparse"
         parts = self.communicator.run(name, _gather_sparse(grads))

@@ -20,7 +20,7 @@ import pandas as pd
 from accordion_hvd import COLD, DPSGD, QSGD, Dense, DynaCOLD, TopK, check
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.core.base import Info, Neighbours
-from accordion_hvd.core.composition import RequestGenerator, intercept
+from accordion_hvd.core.running import RequestGenerator, intercept
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, lockstep
 from examples.command_line import read_options

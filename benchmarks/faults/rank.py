@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd.compressors.topk import TopK
-from accordion_hvd.engine import checkpoint_files, decisions, wait_avoiding
+from accordion_hvd.engine import checkpoint_files, policy_sync, wait_avoiding
 from accordion_hvd.engine.ledger import files
 from benchmarks.faults.actions import ACTIONS, LATE
 from benchmarks.faults.cases import CASES, Case
@@ -104,13 +104,13 @@ class Rank:
         _before(self, files, "write", "ledger")
         _before(self, TopK, "encode_accumulating", "encode")
         _before(self, wait_avoiding.WaitAvoiding, "average", "average")
-        share = decisions.share
+        share = policy_sync.share
 
         def shared(*arguments: Any) -> Generator[Any, Any, Any]:
             self.at("decision")
             return (yield from share(*arguments))
 
-        decisions.share = shared  # type: ignore[assignment]
+        policy_sync.share = shared  # type: ignore[assignment]
 
     def install_sending(self, communicator: type, alter: Callable[[str, Any], Any]) -> None:
         """Put a place of faults before the collectives of exchanges and averages.

@@ -40,7 +40,7 @@ from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.shares import by_shares
 from accordion_hvd.core.base import Allreduce, Broadcast
 from accordion_hvd.core.codec import Wrapper
-from accordion_hvd.core.composition import within_group
+from accordion_hvd.core.running import within_group
 from accordion_hvd.core.shifted import Shifted
 
 

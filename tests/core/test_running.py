@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from accordion_hvd.core.base import Allgather, Allreduce
-from accordion_hvd.core.composition import intercept
-from accordion_hvd.core.running import Running, drive
+from accordion_hvd.core.running import Running, drive, intercept
 
 
 def exchange(closed: list[bool]) -> Any:

@@ -380,7 +380,7 @@ def test_reading_a_state_leaves_it_where_it_is(framework: Framework) -> None:
             assert same_bits(framework.array(entry.state["error"]), framework.array(stack[place]))
             assert set(entry.evidence) == set(entry.saved().evidence) == {"gradients"}
         assert memory.state["error"] is stack
-        assert all(entry.within(memory) for entry in memory.entries)
+        assert all(entry._stack is memory for entry in memory.entries)
 
 
 @pytest.mark.seldom(tensorflow=lambda signal: signal == "local")

@@ -17,7 +17,7 @@ from laws import several, step
 
 from accordion_hvd import DGC, EF21, Dense, PowerSGD, StepSchedule, TopK, simulate
 from accordion_hvd.core.base import Compressor
-from accordion_hvd.engine import bucket_state, checkpoint, layout
+from accordion_hvd.engine import checkpoint, layout
 from accordion_hvd.engine.step import Step
 from accordion_hvd.simulation.one_process import World
 
@@ -153,10 +153,10 @@ def _sums(self: Any, states: Any, spec: Any, info: Any) -> Any:
 FAULTS: list[tuple[Any, Any, str, Any]] = [
     (after_a_skip, Step, "take_back", lambda self: None),
     (while_unused, layout.Batch, "_chosen", lambda self, old, new, absent: new),
-    (after_resuming, bucket_state.BucketState, "load", lambda self, saved: None),
+    (after_resuming, layout.BucketState, "load", lambda self, saved: None),
     (on_fewer_ranks, Compressor, "rescale", _sums),
     (on_more_ranks, Compressor, "rescale", _sums),
-    (after_switches, bucket_state.BucketState, "_take_residual", lambda self, state, *more: state),
+    (after_switches, layout.BucketState, "_take_residual", lambda self, state, *more: state),
 ]
 
 

@@ -328,7 +328,7 @@ def test_without_anything_to_compress_nothing_is_asked() -> None:
     for _ in range(8):
         world.step([{"b": np.ones(9, np.float32)} for _ in range(2)])
         (exchange, _) = world.exchanges
-        assert not exchange.decisions.due(exchange.rates(0.0))
+        assert not exchange.sync.due(exchange.rates(0.0))
 
 
 @pytest.mark.parametrize("bandwidth", [2.5e6, 25e6, 125e6, 1.25e9])

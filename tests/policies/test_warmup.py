@@ -14,7 +14,7 @@ from frameworks import TENSORFLOW, TORCH, Framework, parameters
 
 from accordion_hvd import simulate
 from accordion_hvd.optimizers import Adam, OnebitAdam
-from accordion_hvd.policies.warmup import LOOKS, STABLE, WarmUp
+from accordion_hvd.policies.fixed import LOOKS, STABLE, WarmUp
 from accordion_hvd.simulation.one_process import World
 
 BETAS = (0.9, 0.98)

@@ -27,7 +27,7 @@ from torch_checks import (
 
 import accordion_hvd.torch as hvd
 from accordion_hvd import Accordion, TopK, optimizers, simulate
-from accordion_hvd.engine.bucket_state import span
+from accordion_hvd.engine.layout import span
 
 INIT = hvd.init
 NAMES = optimizers.NATIVE

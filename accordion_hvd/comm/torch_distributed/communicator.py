@@ -52,7 +52,8 @@ class TorchCommunicator(Communicator):
     def __init__(self, process_set: Any = None) -> None:
         self.members = Members(process_set)
         self.rank, self.size, self.xp = self.members.rank, self.members.size, xp
-        self._nccl = "nccl" in dist.get_backend(self.members.group(None))  # perhaps for GPUs only
+        self._everyone = self.members.group(None)
+        self._nccl = "nccl" in dist.get_backend(self._everyone)  # perhaps for GPUs only
         self.native_bf16_allreduce = self._nccl
         self.native_fp16_allreduce = True if self._nccl else None
         self._limit = timedelta(seconds=timeouts.seconds())
@@ -64,7 +65,9 @@ class TorchCommunicator(Communicator):
         Other backends reduce a copy of all tensors: their reductions take many messages each, one
         after the other, which costs more than the copy as soon as messages have to travel.
         """
-        within, divisor = self.members.group(group), self.ranks(group)
+        within, divisor = self._everyone, self.size
+        if group is not None:
+            within, divisor = self.members.group(group), len(group)
         shapes = [x.shape for x in tensors]
         sent = [x.contiguous() for x in tensors]
         averages = self._nccl and sent[0].is_cuda
@@ -135,8 +138,10 @@ class TorchCommunicator(Communicator):
         """Create the process groups of `groups` of which this rank is a member."""
         self.members.register(groups)
 
-    def pause(self, waited: float) -> None:
-        """Return at once, because operations of an ordered engine are waited for, not polled."""
+    def until(self, done: Callable[[], bool]) -> None:
+        """Call `done` without pauses, since operations of an ordered engine are waited for."""
+        while not done():
+            pass
 
     def poll(self, handle: Any) -> bool:
         return all(work.is_completed() for work in handle.works)

@@ -27,8 +27,8 @@ from accordion_hvd.policies.advice import Link
 from accordion_hvd.policies.decision import plain
 
 if TYPE_CHECKING:
-    from accordion_hvd.engine.bucket_state import BucketState
     from accordion_hvd.engine.exchange import Exchange
+    from accordion_hvd.engine.layout import BucketState
     from accordion_hvd.engine.step import Step
 
 logger = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ class Ledger:
         """Record a step whose exchange has ended, with its fusion groups."""
         if not self.enabled:
             return
-        groups = _groups(exchange, step)
+        groups = _groups(step)
         launched = [group["launched"] for group in groups if group["rounds"]]
         arrived = [group["arrived"] for group in groups if group["rounds"]]
         flight = max(arrived) - min(launched) if launched else 0.0
@@ -355,21 +355,17 @@ def _sent_over_tcp() -> float:
     return sum(x.sent for x in tcp.connections())
 
 
-def _groups(exchange: Exchange, step: Step) -> list[dict[str, Any]]:
+def _groups(step: Step) -> list[dict[str, Any]]:
     """Return the costs of the fusion groups of a step."""
-    layout, rows = exchange.layout, []
-    for members, cost in zip(layout.groups, step.costs, strict=True):
-        first, *others = [x for member in members for x in layout.batches[member].entries]
-        more = len(others)
-        rows.append(
-            {
-                "label": f"{first.bucket.name}{f' and {more} more' if more else ''}",
-                "compressor": repr(first.compressor),
-                "flight": max(cost.arrived - cost.launched, 0.0),
-                **vars(cost),
-            }
-        )
-    return rows
+    return [
+        {
+            "label": label,
+            "compressor": compressor,
+            "flight": max(cost.arrived - cost.launched, 0.0),
+            **vars(cost),
+        }
+        for (label, compressor), cost in zip(step.layout.labels, step.costs, strict=True)
+    ]
 
 
 LedgerOption: TypeAlias = Ledger | str | os.PathLike[str] | bool | None

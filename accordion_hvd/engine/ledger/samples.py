@@ -14,9 +14,8 @@ from accordion_hvd.core.base import Compressor, Info, State, Tensor
 from accordion_hvd.engine.ledger.series import thinned
 
 if TYPE_CHECKING:
-    from accordion_hvd.engine.bucket_state import BucketState
     from accordion_hvd.engine.exchange import Exchange
-    from accordion_hvd.engine.layout import Batch
+    from accordion_hvd.engine.layout import Batch, BucketState
 
 logger = logging.getLogger(__name__)
 

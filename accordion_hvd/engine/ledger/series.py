@@ -37,7 +37,7 @@ class Series:
 
         The steps stay together, so that a window may exceed its length by up to `steps` - 1.
         """
-        row = [float(steps), *(values.get(column, 0.0) for column in self.columns)]
+        row = [float(steps), *[values.get(column, 0.0) for column in self.columns]]
         if self.rows and self.rows[-1][0] + steps <= self.span:
             self.rows[-1] = _sum(self.rows[-1], row)
             return
