@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 from accordion_hvd import averaging, check, compressors
 from accordion_hvd import policies as policy
 from accordion_hvd.averaging.base import Averaging
-from accordion_hvd.compressors.horovod_compression import HorovodCompression
+from accordion_hvd.compressors.wrappers import HorovodCompression
 from accordion_hvd.core import spec_strings
 from accordion_hvd.core.base import Compressor, NotForStockHorovod
 from accordion_hvd.optimizers.base import UpdateRule

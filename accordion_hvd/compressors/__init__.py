@@ -5,8 +5,6 @@ from accordion_hvd.compressors.dense import BF16, FP16, Dense
 from accordion_hvd.compressors.dgc import DGC
 from accordion_hvd.compressors.diana import Diana
 from accordion_hvd.compressors.ef21 import EF21
-from accordion_hvd.compressors.error_feedback import ErrorFeedback
-from accordion_hvd.compressors.gathered import Gathered
 from accordion_hvd.compressors.int8 import Int8
 from accordion_hvd.compressors.lgc import LGC
 from accordion_hvd.compressors.momentum import Momentum
@@ -23,6 +21,7 @@ from accordion_hvd.compressors.terngrad import TernGrad
 from accordion_hvd.compressors.threshold import Threshold
 from accordion_hvd.compressors.topk import TopK
 from accordion_hvd.compressors.two_level import TwoLevel
+from accordion_hvd.compressors.wrappers import ErrorFeedback, Gathered
 
 __all__ = [
     "AdaComp",

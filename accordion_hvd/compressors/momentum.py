@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.compressors.compressor_wrapper import CompressorWrapper
 from accordion_hvd.compressors.dense import Dense
+from accordion_hvd.compressors.wrappers import CompressorWrapper
 from accordion_hvd.core.base import Compressor, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec

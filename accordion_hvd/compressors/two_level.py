@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.compressors.compressor_wrapper import CompressorWrapper
 from accordion_hvd.compressors.powersgd import PowerSGD, matrix_shape
+from accordion_hvd.compressors.wrappers import CompressorWrapper
 from accordion_hvd.core.base import (
     Allgather,
     Allreduce,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import abc
-import copy
 import os
 import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -17,18 +16,17 @@ import accordion_hvd
 from accordion_hvd import check
 from accordion_hvd.comm import fp16_reduction, hosts, tcp
 from accordion_hvd.comm.agreement import require_agreement
-from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Tensor
-from accordion_hvd.engine import checkpoint, rank_changes
-from accordion_hvd.engine.exchange import Exchange, usual_gains
+from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine.exchange import usual_gains
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.layout import TensorInfo, span
 from accordion_hvd.engine.ledger import Ledger, as_ledger
+from accordion_hvd.engine.membership import E, Member
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.gate import probe
 from accordion_hvd.policies.gating import PROBE
 
-E = TypeVar("E", bound=Exchange)
 Key = Any  # hashable
 
 LINK_AFTER = 10
@@ -37,13 +35,13 @@ LINK_AFTER = 10
 _numbers: Counter[int] = Counter()  # averagers made so far, by process set; equal on its members
 
 
-class GradientAverager(abc.ABC, Generic[E]):
+class GradientAverager(Member[E]):
     """Averages a model's gradients over the ranks of a process set.
 
     The adapter of a framework decides when gradients are ready and passes the tensors. This class
     does what all ranks must do in the same order: it names the collectives, compares the settings
     of the ranks before the first step, owns the exchange, compares replicas, saves and restores
-    checkpoints, and handles changes of the ranks.
+    checkpoints. What it does if the ranks change is in `membership`.
 
     Args:
         total: whether the result is the sum instead of the average.
@@ -64,7 +62,6 @@ class GradientAverager(abc.ABC, Generic[E]):
         number: number of each tensor, by key; the inverse of `keys`.
         sparse: keys of the tensors whose gradients are gathered.
         ledger: record of the steps, which the exchange keeps.
-        agreed: whether the ranks have compared their settings (`agree`).
     """
 
     framework: ClassVar[str]
@@ -95,28 +92,14 @@ class GradientAverager(abc.ABC, Generic[E]):
         number = getattr(process_set, "process_set_id", None) or 0
         self.name = f"accordion.{number}.{_numbers[number]}"
         _numbers[number] += 1
-        self._exchange: E | None = None
-        self._initial_policy = copy.deepcopy(policy.state_dict())
-        self.agreed = False
-        self._own_state = True  # whether the adopted state was saved by this rank
+        self.keep_start()
         self._next_comparison = self.guard.next_after(0)  # number of the step
         self._shared = 0  # number of the last step after which ranks showed each other their sums
-        self._committed: dict[str, Any] | None = None  # state of the last commit
-        self._part: rank_changes.Part | None = None  # state from before the last change of ranks
-        self._handed_over = False
 
     # ----------------------------------------------------------------- supplied by the adapter
     @abc.abstractmethod
-    def connect(self) -> Communicator:
-        """Return a new communicator of the ranks of the process set."""
-
-    @abc.abstractmethod
     def make_exchange(self, tensors: Sequence[TensorInfo]) -> E:
         """Return a new exchange of `tensors`."""
-
-    @abc.abstractmethod
-    def tensors(self) -> Mapping[Key, TensorInfo]:
-        """Return all tensors with gradients to average, in an order that is equal on all ranks."""
 
     @abc.abstractmethod
     def replicas(self) -> Mapping[str, Tensor]:
@@ -249,110 +232,9 @@ class GradientAverager(abc.ABC, Generic[E]):
         found = self.communicator.run(f"{self.name}.flags", largest(local))
         return [bool(flag) for flag in self.communicator.xp.to_numpy(found)]
 
-    def doubt(self) -> None:
-        """Make ranks compare their set-ups again before the next exchange."""
-        self.agreed = False
-
-    # -------------------------------------------------------------------------- elastic jobs
-    def commit(self) -> None:
-        self._committed = None
-        if self._exchange is not None and self._exchange.steps:
-            saved = checkpoint.snapshot(self._exchange)
-            self._committed = {**saved, "about": copy.deepcopy(saved["about"])}
-
-    def committed_norm(self) -> float:
-        if self._committed is None:
-            return 0.0
-        saved, to_numpy = self._committed, self.exchange.xp.to_numpy
-        tensors = {name: to_numpy(value) for name, value in saved["tensors"].items()}
-        return rank_changes.residual_norm(checkpoint.read_named(tensors, saved["about"]))
-
-    def roll_back(self) -> None:
-        """Return to the state of the last commit, after a failure; nothing is exchanged."""
-        if self._exchange is not None:
-            self._exchange.abort()
-        if self._committed is not None:
-            saved = {**self._committed, "about": copy.deepcopy(self._committed["about"])}
-            checkpoint.adopt(self.exchange, saved)
-        elif self._exchange is not None:
-            self.adopt(None)
-        self._handed_over = False
-        self.doubt()
-
-    def hand_over(self, gather: rank_changes.Gather) -> None:
-        if self._exchange is not None and self._exchange.steps:
-            rank_changes.hand_over(self._exchange, gather)
-            self._handed_over = True
-
-    def ranks_changed(self) -> None:
-        link = self.connect()
-        if self._exchange is not None:
-            self._exchange.abort()
-            self._part = rank_changes.part(self._exchange, self._handed_over)
-            checkpoint.move(self._exchange, link)
-        self.communicator = link
-        if self._exchange is not None:
-            self.ledger.moved(self._exchange)
-        self._own_state = self._handed_over = False
-        self.doubt()
-
-    def prepare_regroup(self, gather: rank_changes.Gather, leader: int) -> None:
-        """Do nothing: weights are equal on all ranks, so those of the leader can be broadcast."""
-
-    def regroup(self, gather: rank_changes.Gather, leader: int) -> rank_changes.Group | None:
-        """Take over policy and steps of the leading rank, a part of all residuals; collective.
-
-        Returns:
-            The group; None if the leading rank has taken no step.
-        """
-        begun = self._exchange is not None and self._exchange.steps > 0
-        own, self._part = self._part, None
-        if not begun:
-            own = None
-        elif own is None:
-            own = rank_changes.part(self.exchange, False)
-        self.name = gather(self.name)[leader]
-        group = rank_changes.find_group(own, self.communicator.rank == leader, gather)
-        if group is not None and not group.unchanged:
-            self.expect(group.lead.about["tensors"])
-            rank_changes.regroup(self.exchange, own, group, gather)
-        if self._exchange is not None:
-            self._exchange.name = self.name
-            self._shared = self._exchange.steps
-            self._next_comparison = self.guard.next_after(self._shared)
-        self._own_state = True
-        self.doubt()
-        return group
-
-    # -------------------------------------------------------------------------------- checkpoints
-    def expect(self, names: Sequence[str]) -> None:
-        """Prepare a restore: tensors that are not in `names` had sparse gradients when saved."""
-        if self._exchange is None:
-            self.sparse = [
-                key
-                for key, info in self.tensors().items()
-                if not any(checkpoint.same_name(info.name, name) for name in names)
-            ]
-
-    def adopt(self, saved: dict[str, Any] | None) -> None:
-        """Continue from a `checkpoint.snapshot`, before the next exchange.
-
-        Before that exchange, the ranks check whether each adopted its own snapshot. If not, all
-        ranks discard per-rank state.
-
-        Args:
-            saved: the snapshot; None to return to the initial state.
-
-        Raises:
-            ValueError: if the snapshot is from other tensors or another policy.
-        """
-        if saved is None:
-            self._exchange = None
-            self.policy._bound = None
-            self.policy.load_state_dict(copy.deepcopy(self._initial_policy))
-        else:
-            self._own_state = checkpoint.adopt(self.exchange, saved)
-        self.doubt()
+    def resumed(self) -> None:
+        self._shared = self.exchange.steps
+        self._next_comparison = self.guard.next_after(self._shared)
 
     # ----------------------------------------------------------------------------------- replicas
     def comparison_due(self, step: int) -> bool:

@@ -23,7 +23,7 @@ from accordion_hvd.core.base import Allreduce, ExchangeGenerator, Info, State, T
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.layout import TensorInfo
-from accordion_hvd.engine.rank_changes import Gather
+from accordion_hvd.engine.membership import Gather
 from accordion_hvd.engine.wait_avoiding import WaitAvoiding, why_not
 from accordion_hvd.policies.alternation import Alternation
 

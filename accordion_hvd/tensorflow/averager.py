@@ -18,7 +18,7 @@ from accordion_hvd.engine import guard as guards
 from accordion_hvd.engine.gradient_averager import GradientAverager
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.layout import TensorInfo, drifting
-from accordion_hvd.engine.rank_changes import Gather, Group
+from accordion_hvd.engine.membership import Gather, Group
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.alternation import Alternation

@@ -15,7 +15,7 @@ from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrup
 from horovod.tensorflow.elastic import *  # noqa: F403
 
 from accordion_hvd.comm.horovod import connections
-from accordion_hvd.engine.elastic import FollowsRanks
+from accordion_hvd.engine.membership import FollowsRanks
 from accordion_hvd.tensorflow.functions import broadcast_variables
 
 

@@ -17,7 +17,7 @@ from accordion_hvd import check
 from accordion_hvd.comm.communicator import ProcessSet
 from accordion_hvd.comm.horovod.tensorflow import hvd
 from accordion_hvd.compressors import BF16, FP16, Dense
-from accordion_hvd.compressors.horovod_compression import HorovodCompression
+from accordion_hvd.compressors.wrappers import HorovodCompression
 from accordion_hvd.engine.guard import Guard, Mode
 from accordion_hvd.policies import Fixed, Policy
 from accordion_hvd.resolve import Compression, default_guard, resolve

@@ -12,7 +12,7 @@ from horovod.torch.elastic import *  # noqa: F403
 from horovod.torch.elastic import state as _state
 
 from accordion_hvd.comm.horovod import connections
-from accordion_hvd.engine.elastic import FollowsRanks, replaced
+from accordion_hvd.engine.membership import FollowsRanks, replaced
 from accordion_hvd.torch import engines
 from accordion_hvd.torch.functions import broadcast_optimizer_state
 

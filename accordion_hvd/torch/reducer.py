@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allgather, ExchangeGenerator
-from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine import checkpoint, gain
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.gradient_averager import GradientAverager
 from accordion_hvd.engine.guard import Guard
@@ -24,7 +25,6 @@ from accordion_hvd.ops import torch as xp
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.privacy_accountant import per_sample
 from accordion_hvd.torch import engines, validation
-from accordion_hvd.torch.gain import gain_of
 from accordion_hvd.validate import OWNER
 
 _hooks: Any = WeakTensorKeyDictionary()  # from parameters to the handles of their hooks
@@ -579,3 +579,20 @@ def _gather_sparse(grads: list[torch.Tensor]) -> ExchangeGenerator:
     values = [Allgather(g.values(), uneven=True) for g in grads]
     parts = yield tuple(indices + values)
     return parts[: len(grads)], parts[len(grads) :]
+
+
+MOMENTS = "exp_avg_sq", "square_avg", "sum"
+"""Names of second moments in the states of Adam, RMSprop and Adagrad."""
+
+
+def gain_of(group: Mapping[str, Any], state: Mapping[str, Any]) -> float:
+    momentum = group.get("momentum")
+    moments = next((state[name] for name in MOMENTS if name in state), None)
+    if moments is None or "acc_delta" in state:  # Adadelta has no learning rate in this sense
+        if momentum is None:
+            return gain.USUAL
+        return gain.of_sgd(float(momentum)) * (1 - (group.get("dampening", 0) if momentum else 0))
+    local: torch.Tensor = moments.to_local() if hasattr(moments, "to_local") else moments
+    beta = group.get("betas", (0.0, 0.0))[1]  # optimizers of other packages may lack some entries
+    steps = float(state.get("step", math.inf))
+    return gain.of_sgd(momentum or 0.0) * gain.of_adam(float(local.float().mean()), beta, steps)

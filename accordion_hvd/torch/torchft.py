@@ -46,7 +46,7 @@ from accordion_hvd.comm.torch_distributed.communicator import ConnectionLost
 from accordion_hvd.comm.torch_distributed.quorum import QuorumCommunicator
 from accordion_hvd.core.base import Allgather, ExchangeGenerator
 from accordion_hvd.engine.guard import Guard
-from accordion_hvd.engine.rank_changes import Group, Part
+from accordion_hvd.engine.membership import Group, Part
 from accordion_hvd.engine.saved_state import SavedState
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.resolve import Compression, default_guard

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from accordion_hvd import simulate
 from accordion_hvd.policies.critical_regimes import LOW
 from accordion_hvd.simulation.one_process import World
-from accordion_hvd.torch.gain import gain_of
+from accordion_hvd.torch.reducer import gain_of
 from benchmarks.regimes.methods import BATCHES, METHODS, Plan
 from benchmarks.regimes.studies import STUDIES, Batch, Source, Study
 from examples.results import Row

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from accordion_hvd.engine import rank_changes
+from accordion_hvd.engine import membership
 from accordion_hvd.engine.model_averager import ModelAverager
 
 
@@ -33,7 +33,7 @@ def conserved(
         return add(np.concatenate([np.ravel(weight) for weight in weights])) / size
     exchange, rows = optimizer.exchange, []
     for entry, saved in zip(
-        exchange.bucket_states, rank_changes.part(exchange, False).buckets, strict=True
+        exchange.bucket_states, membership.part(exchange, False).buckets, strict=True
     ):
         row = np.zeros(int(np.prod(entry.bucket.shape)), "f")
         for value in saved.residuals():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from accordion_hvd.engine.elastic import FollowsRanks
+from accordion_hvd.engine.membership import FollowsRanks
 
 
 class HostsChanged(Exception):

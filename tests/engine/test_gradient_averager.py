@@ -15,7 +15,7 @@ from threads import Threaded
 
 from accordion_hvd import Accordion, Dense, PowerSGD, TopK, simulate
 from accordion_hvd.comm.agreement import RanksDisagree
-from accordion_hvd.engine import checkpoint, rank_changes
+from accordion_hvd.engine import checkpoint, membership
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.gradient_averager import GradientAverager
 from accordion_hvd.engine.guard import Guard, ReplicasDiffer
@@ -175,7 +175,7 @@ class Gathering:
 
 def residuals(ranks: Sequence[NumPyAverager]) -> np.ndarray:
     """Return the mean of all ranks' residuals as one vector."""
-    parts = [rank_changes.part(one.exchange, False).buckets for one in ranks]
+    parts = [membership.part(one.exchange, False).buckets for one in ranks]
     return np.mean([[_residual(saved) for saved in buckets] for buckets in parts], 0)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accordion_hvd.engine import gain
-from accordion_hvd.torch.gain import gain_of as torch_gain
+from accordion_hvd.torch.reducer import gain_of as torch_gain
 
 LR, STEPS, AT, SIZE, BETA = 1e-3, 400, 200, 64, 0.99
 SCALES = 0.1, 10.0

@@ -59,13 +59,13 @@ def make_model(seed: int = 0) -> keras.Model:
     """Return a model of two matrices that are compressed and four small tensors."""
     keras.utils.set_random_seed(seed)
     layers = [keras.layers.Dense(40, "tanh"), keras.layers.Dense(40, "tanh"), keras.layers.Dense(1)]
-    return keras.Sequential([keras.Input((32,)), *layers])
+    return keras.Sequential([keras.Input((40,)), *layers])
 
 
 def data(rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Return data that differ between ranks but not between runs."""
     rng = np.random.default_rng(hvd.rank() if rank is None else rank)
-    x = rng.standard_normal((32, 32), np.float32)
+    x = rng.standard_normal((32, 40), np.float32)
     return x, x[:, :1] * 2 + 1 + 0.1 * rng.standard_normal((32, 1), np.float32)
 
 
@@ -150,8 +150,9 @@ def check_other_methods_in_fit() -> None:
     codes = LGC(0.05, dense=0, training=1)
     for compression in (several, SignSGD(0.9), SketchedSGD(0.02, columns=5), codes):
         keras.utils.set_random_seed(0)
-        hidden = [keras.layers.Dense(40, "relu", name=f"layer{i}") for i in range(len(layers))]
-        model = keras.Sequential([keras.Input((32,)), *hidden, keras.layers.Dense(1)])
+        names = [f"layer{i}" for i in range(len(layers) if compression is several else 1)]
+        hidden = [keras.layers.Dense(40, "relu", name=name) for name in names]
+        model = keras.Sequential([keras.Input((40,)), *hidden, keras.layers.Dense(1)])
         start = weights(model)
         opt = fit(model, compression, optimizer=SGD(0.01), guard_every=3)
         assert_equal_ranks(model, compression)

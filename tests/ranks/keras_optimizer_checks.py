@@ -41,12 +41,12 @@ def made(name: str, **options: Any) -> Any:
 def network(seed: int = 0, dtype: str | None = None) -> Any:
     keras.utils.set_random_seed(seed)
     layers = [keras.layers.Dense(48, activation="relu", dtype=dtype) for _ in range(2)]
-    return keras.Sequential([keras.Input((32,)), *layers, keras.layers.Dense(1, dtype="float32")])
+    return keras.Sequential([keras.Input((48,)), *layers, keras.layers.Dense(1, dtype="float32")])
 
 
 def data(rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(hvd.rank() if rank is None else rank)
-    x = rng.standard_normal((64, 32), np.float32)
+    x = rng.standard_normal((64, 48), np.float32)
     return x, np.maximum(x[:, :1], 0.2) * 2 + 1
 
 

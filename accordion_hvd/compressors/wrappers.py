@@ -1,0 +1,141 @@
+"""Compressors around compressors: error feedback (Seide et al., 2014; Karimireddy et al., 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Info, State, Tensor
+from accordion_hvd.core.codec import Wrapper, with_feedback, without_feedback
+from accordion_hvd.ops.spec import Spec
+
+
+class CompressorWrapper(Compressor):
+    """Compressor that delegates to an inner compressor and uses its state."""
+
+    compressor: Compressor
+
+    def accept(self, spec: Spec, name: str) -> None:
+        self.compressor.accept(spec, name)
+
+    def variant(self, step: int) -> int:
+        return self.compressor.variant(step)
+
+    @property
+    def phases(self) -> bool:
+        return self.compressor.phases
+
+    @property
+    def period(self) -> int:
+        return self.compressor.period
+
+    @property
+    def startup_steps(self) -> int:
+        return self.compressor.startup_steps
+
+    def plain(self) -> Compressor | None:
+        return self.compressor.plain()
+
+    def residual(self, state: State) -> Tensor | None:
+        return self.compressor.residual(state) if state else None
+
+    def with_residual(self, state: State, residual: Tensor) -> State:
+        return self.compressor.with_residual(state, residual)
+
+    def report(self, state: State) -> dict[str, Tensor]:
+        return self.compressor.report(state) if state else {}
+
+    def deactivate(self, state: State) -> State:
+        return self.compressor.deactivate(state)
+
+    def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
+        return self.compressor.rescale(states, spec, info)
+
+    def rescale_from_one(self, state: State, spec: Spec, info: Info) -> State:
+        return self.compressor.rescale_from_one(state, spec, info)
+
+
+@dataclass(frozen=True)
+class ErrorFeedback(Wrapper):
+    """Error feedback: add the part that a codec did not send to the next gradient.
+
+    Each rank sends the compressed sum of its residual and its gradient. The mean of all messages
+    is the result, and the rest of the sum is the new residual: with residual e and gradient g,
+    send C(e + g), then e <- e + g - C(e + g).
+
+    The biased codecs of this package (`TopK`, `STC`, `RandomK`, `Threshold`, `AdaComp`, `Int8`,
+    `EFSignSGD`, `OneBit`) have error feedback without this wrapper.
+
+    Args:
+        codec: a codec, such as `Natural()`.
+
+    Traffic: an allgather of the codec's message, or an allreduce for codecs whose messages can be
+    averaged, such as `RandomK`. An unbiased codec of large variance, such as `QSGD(1)`, is not
+    contractive, and its residual may grow without bound.
+    """
+
+    per_rank_state: ClassVar[tuple[str, ...]] = ("error",)
+
+    @property
+    def contractive(self) -> bool:  # type: ignore[override]
+        return self.codec.contractive
+
+    def init(self, spec: Spec, info: Info) -> State:
+        """Return `error`: the residual, in the codec's layout."""
+        return super().init(spec, info) | {"error": spec.zeros(self.codec.layout(spec.shape))}
+
+    def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
+        return with_feedback(self.codec, grad, state, info)
+
+
+@dataclass(frozen=True)
+class Gathered(Wrapper):
+    """Average a codec's messages without error feedback.
+
+    Each rank sends its compressed gradient, and the mean of all messages is the result. The part
+    of the gradient that a rank does not send is lost.
+
+    Unbiased codecs, such as `QSGD` and `Natural`, do not need error feedback and already work like
+    this. A biased codec, such as `TopK`, then has a biased mean.
+
+    Args:
+        codec: a codec, such as `TopK(0.01)`.
+
+    Traffic: an allgather of the codec's message, or an allreduce for codecs whose messages can be
+    averaged, such as `RandomK`.
+    """
+
+    @property
+    def batching(self) -> str:  # type: ignore[override]
+        return self.codec.batching if self.codec.batching == "any" else ""
+
+    def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
+        return without_feedback(self.codec, grad, state, info)
+
+
+@dataclass(frozen=True)
+class HorovodCompression(Compressor):
+    """Compress with an object written for Horovod.
+
+    Args:
+        compression: an object or class with `compress(tensor) -> (tensor, context)` and
+            `decompress(tensor, context) -> tensor`.
+    """
+
+    scope: ClassVar[str] = "each"
+    compression: Any = None
+
+    def accept(self, spec: Spec, name: str) -> None:
+        """Accept every tensor that Horovod accepts."""
+
+    def exchange(self, grad: Any, state: State, info: Info) -> ExchangeGenerator:
+        scale = info.loss_scale  # without which its fp16 values would vanish
+        small, context = self.compression.compress(grad if scale is None else grad * scale)
+        mean = self.compression.decompress((yield Allreduce(small)), context)
+        return mean if scale is None else mean / scale, state
+
+    def __repr__(self) -> str:
+        """Return a text without memory addresses, so that all ranks get the same one."""
+        kind = self.compression if isinstance(self.compression, type) else type(self.compression)
+        return f"HorovodCompression({kind.__qualname__})"
