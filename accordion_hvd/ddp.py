@@ -29,7 +29,7 @@ from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.gradient_averager import largest
 from accordion_hvd.engine.guard import Guard, Mode
 from accordion_hvd.engine.ledger import LedgerOption, as_ledger
-from accordion_hvd.resolve import Compression, default_guard
+from accordion_hvd.resolve import Compression
 from accordion_hvd.torch import validation
 from accordion_hvd.torch.hooked import HookedReducer, suitable
 
@@ -144,7 +144,8 @@ class State:
         ledger: LedgerOption = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.policy = suitable(OWNER, compression, optimizer, skip, lr=lr)
+        resolved = suitable(OWNER, compression, optimizer, skip, lr=lr)
+        self.policy: Any = resolved.serving
         ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
         named = [(name, p) for name, p in model.named_parameters() if name not in ignored]
         self._named = validation.plain_names(named)
@@ -153,7 +154,7 @@ class State:
         self._group, self._optimizer = process_group, optimizer
         self._options = {
             "skip": skip, "scaler": grad_scaler, "ledger": as_ledger(ledger), "lr": lr,
-            "guard": Guard(guard, guard_every, default_guard(compression)),
+            "guard": Guard(guard, guard_every, resolved.guard),
         }  # fmt: skip
         self._finds_unused = True  # unless `register` knows better
         self._reducer: BucketReducer | None = None

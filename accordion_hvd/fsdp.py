@@ -34,7 +34,7 @@ from accordion_hvd.engine.guard import Guard, Mode
 from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.engine.ledger import LedgerOption
 from accordion_hvd.ops import torch as xp
-from accordion_hvd.resolve import Compression, default_guard
+from accordion_hvd.resolve import Compression
 from accordion_hvd.torch import validation
 from accordion_hvd.torch.hooked import BackwardReducer, HookedState, suitable
 from accordion_hvd.validate import check_passes
@@ -100,13 +100,13 @@ def between(
             )
     validation.check_not_averaged(named, OWNER)
     check_passes(passes)
-    policy = suitable(OWNER, compression, optimizer, skip, passes, lr)
+    resolved = suitable(OWNER, compression, optimizer, skip, passes, lr)
     group = mesh.get_group(0) if mesh.ndim > 1 else mesh.get_group()
     shards = [(name, p) for name, p in named if _local(p).numel()]  # small tensors have few rows
     reducer = ShardReducer(
-        shards, policy, of_group(group), lambda: optimizer,
+        shards, resolved.serving, of_group(group), lambda: optimizer,
         lr=lr, passes=passes, skip=skip, scaler=grad_scaler, ledger=ledger,
-        guard=Guard(guard, guard_every, default_guard(compression)),
+        guard=Guard(guard, guard_every, resolved.guard),
     )  # fmt: skip
     _reducers[model], reducer.own = reducer, frozenset(map(id, model.parameters()))
     source = dist.get_process_group_ranks(group)[0]

@@ -1,6 +1,6 @@
 """The interpretation of `compression=`, shared by all frameworks.
 
-A wrapper takes three steps: `resolve` returns a policy or an averaging method,
+A wrapper takes three steps: `resolve` returns what the argument means, in one frozen value,
 `accordion_hvd.validate.validate` checks that it suits the optimizer and the job, and the wrapper
 builds the averager.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from accordion_hvd import averaging, check, compressors
@@ -20,10 +21,41 @@ from accordion_hvd.core.base import Compressor, NotForStockHorovod
 from accordion_hvd.optimizers.base import UpdateRule
 from accordion_hvd.policies import Accordion, Fixed, Policy
 from accordion_hvd.policies.alternation import Alternation
+from accordion_hvd.policies.batch_growth import BatchGrowth
 from accordion_hvd.policies.byte_budget import ByteBudget
 from accordion_hvd.privacy import PrivacyBudget, TopAgg
 
 Serving: TypeAlias = Policy | Averaging
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What `compression=` means.
+
+    Attributes:
+        serving: the policy that averages gradients, or the method that always averages models.
+        guard: default mode of the guard: "warn" with Horovod's own compression, else "error".
+            Horovod does not compare replicas, and scripts written for it may never broadcast their
+            weights. The compressors and policies of this package need equal replicas, so training
+            must stop if replicas differ.
+    """
+
+    serving: Serving
+    guard: str = "error"
+
+    @property
+    def method(self) -> Averaging | None:
+        """Return the method that averages models, always or at times; None if there is none."""
+        if isinstance(self.serving, Averaging):
+            return self.serving
+        alternation = self.serving.observers.find(Alternation)
+        return None if alternation is None else alternation.method
+
+    @property
+    def growth(self) -> BatchGrowth | None:
+        """Return the observer that makes batches grow; None if there is none."""
+        serving = self.serving
+        return None if isinstance(serving, Averaging) else serving.observers.find(BatchGrowth)
 
 
 class WireCompression(Protocol):
@@ -71,8 +103,8 @@ def parse(text: str) -> Any:
     return spec_strings.parse(text, names())
 
 
-def resolve(compression: Any) -> Serving:
-    """Return the policy or the averaging method that `DistributedOptimizer(compression=)` means.
+def resolve(compression: Any) -> Resolved:
+    """Return what `DistributedOptimizer(compression=)` means.
 
     Args:
         compression: a compressor, a policy, an averaging method, the class of one, a spec string,
@@ -87,9 +119,9 @@ def resolve(compression: Any) -> Serving:
     if _is_none(compression):
         return _from_environment()
     if not is_ours(compression) and callable(getattr(compression, "compress", None)):
-        return Fixed(HorovodCompression(compression))
+        return Resolved(Fixed(HorovodCompression(compression)), "warn")
     instance = _instance(compression)
-    return instance if isinstance(instance, Averaging) else as_policy(instance)
+    return Resolved(instance if isinstance(instance, Averaging) else as_policy(instance))
 
 
 def as_policy(compression: Any) -> Policy:
@@ -156,22 +188,10 @@ def is_ours(compression: Any) -> bool:
     return isinstance(compression, NotForStockHorovod)
 
 
-def default_guard(compression: Any) -> str:
-    """Return the guard's default mode: "warn" with Horovod's own compression, else "error".
-
-    Horovod does not compare replicas, and scripts written for it may never broadcast their weights.
-    The compressors and policies of this package need equal replicas, so training must stop if
-    replicas differ.
-    """
-    none = _is_none(compression)
-    ours = os.environ.get(VARIABLE) if none else is_ours(compression)
-    return "error" if ours else "warn"
-
-
-def _from_environment() -> Serving:
+def _from_environment() -> Resolved:
     text = os.environ.get(VARIABLE)
     if not text:
-        return Fixed(compressors.Dense())
+        return Resolved(Fixed(compressors.Dense()), "warn")
     try:
         return resolve(text)
     except (TypeError, ValueError) as error:

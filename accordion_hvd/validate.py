@@ -13,10 +13,8 @@ from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.optimizers.base import UpdateRule
 from accordion_hvd.policies import Policy
-from accordion_hvd.policies.alternation import Alternation
-from accordion_hvd.policies.batch_growth import BatchGrowth
 from accordion_hvd.policies.privacy_accountant import PrivacyAccountant, per_sample
-from accordion_hvd.resolve import Serving, is_ours
+from accordion_hvd.resolve import Resolved, is_ours
 
 OWNER = "DistributedOptimizer"
 
@@ -55,38 +53,25 @@ class Use:
     knows_rate: bool = True
 
 
-def validate(serving: Serving, use: Use) -> None:
-    """Check that a policy or an averaging method suits its use, with equal results on all ranks.
+def validate(resolved: Resolved, use: Use) -> None:
+    """Check that a resolved `compression=` suits its use, with equal results on all ranks.
 
     Raises:
         ValueError: if it does not; the message names the argument, its value and what is allowed.
     """
+    serving, growth, method = resolved.serving, resolved.growth, resolved.method
     if not use.takes_steps:
-        _check_without_steps(serving, use)
+        _check_without_steps(resolved, use)
     if isinstance(serving, Averaging):
         _check_averaging(serving, use)
         return
     _check_levels(serving, use)
     _check_evidence(serving, use)
     _check_private(serving, use)
-    growth, method = growth_of(serving), method_of(serving)
     if growth is not None:
         growth.share(use.members)
     if method is not None:
         _check_averaging(method, use)
-
-
-def method_of(serving: Serving) -> Averaging | None:
-    """Return the method that averages models, always or at times; None if there is none."""
-    if isinstance(serving, Averaging):
-        return serving
-    alternation = serving.observers.find(Alternation)
-    return None if alternation is None else alternation.method
-
-
-def growth_of(serving: Serving) -> BatchGrowth | None:
-    """Return the observer that makes batches grow; None if there is none."""
-    return None if isinstance(serving, Averaging) else serving.observers.find(BatchGrowth)
 
 
 def check_arguments(op: Any, known: Sequence[Any], predivide: float, groups: Any) -> None:
@@ -123,14 +108,14 @@ def check_passes(passes: Any, policy: Policy | None = None) -> None:
         )
 
 
-def _check_without_steps(serving: Serving, use: Use) -> None:
-    method = method_of(serving)
+def _check_without_steps(resolved: Resolved, use: Use) -> None:
+    method = resolved.method
     if method is not None:
         allowed = f"one without {method!r}, which works with {use.module}.DistributedOptimizer"
-        check.refuse(use.owner, "compression", serving, allowed)
-    if growth_of(serving) is not None:
+        check.refuse(use.owner, "compression", resolved.serving, allowed)
+    if resolved.growth is not None:
         allowed = "one without batch_size: a tape takes no steps and knows no learning rate"
-        check.refuse(use.owner, "compression", serving, allowed)
+        check.refuse(use.owner, "compression", resolved.serving, allowed)
 
 
 def _check_levels(policy: Policy, use: Use) -> None:

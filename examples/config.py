@@ -140,7 +140,7 @@ def _policy(wanted: Any) -> Serving | None:
     if wanted is None:
         return None
     if not isinstance(wanted, dict):
-        return resolve(wanted)
+        return resolve(wanted).serving
     known = inspect.signature(Accordion).parameters
     for key in wanted:
         check.one_of("compression", "key", key, tuple(known))

@@ -26,7 +26,7 @@ from accordion_hvd import (
 )
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.optimizers import OnebitAdam
-from accordion_hvd.resolve import VARIABLE, Serving, as_policy, resolve
+from accordion_hvd.resolve import VARIABLE, Resolved, as_policy, resolve
 from accordion_hvd.validate import Use, check_adasum, check_arguments, check_passes, validate
 
 
@@ -62,22 +62,24 @@ POLICIES: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("compression", "means"), METHODS)
 def test_averaging_methods(compression: Any, means: Averaging) -> None:
-    assert resolve(compression) == means
+    assert resolve(compression).serving == means
 
 
 @pytest.mark.parametrize(("compression", "means"), POLICIES)
 def test_policies(compression: Any, means: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert repr(resolve(compression)) == means
+    assert repr(resolve(compression).serving) == means
 
 
 @pytest.mark.parametrize(("word", "means"), [x for x in METHODS + POLICIES if type(x[0]) is str])
 def test_environment(word: str, means: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The variable is parsed like the argument, but only used if a script names no compression."""
     monkeypatch.setenv(VARIABLE, word)
-    assert repr(resolve(NoneCompressor)) == (means if isinstance(means, str) else repr(means))
-    assert repr(resolve(Half)) == "Fixed(HorovodCompression(Half))"
-    assert repr(resolve(Dense())) == "Fixed(Dense())"
+    assert repr(resolve(NoneCompressor).serving) == (
+        means if isinstance(means, str) else repr(means)
+    )
+    assert repr(resolve(Half).serving) == "Fixed(HorovodCompression(Half))"
+    assert repr(resolve(Dense()).serving) == "Fixed(Dense())"
 
 
 @pytest.mark.parametrize(
@@ -143,19 +145,19 @@ REFUSED: list[tuple[Any, Use, str]] = [
 ]
 
 
-def serving(compression: Any) -> Serving:
-    return compression if isinstance(compression, Fixed) else resolve(compression)
+def resolved(compression: Any) -> Resolved:
+    return Resolved(compression) if isinstance(compression, Fixed) else resolve(compression)
 
 
 @pytest.mark.parametrize(("compression", "use"), SUITS)
 def test_good_uses_pass(compression: Any, use: Use) -> None:
-    validate(serving(compression), use)
+    validate(resolved(compression), use)
 
 
 @pytest.mark.parametrize(("compression", "use", "says"), REFUSED)
 def test_bad_uses_are_refused_in_one_sentence(compression: Any, use: Use, says: str) -> None:
     with pytest.raises(ValueError, match=says) as refusal:
-        validate(serving(compression), use)
+        validate(resolved(compression), use)
     assert "\n" not in str(refusal.value)
 
 

@@ -42,7 +42,7 @@ class Guard:
         every: number of steps between checks; steps 1, 2 and 10 are checked, too. None: the
             environment variable ACCORDION_HVD_GUARD_EVERY if it is set, else 100.
         default: mode if neither `mode` nor the environment variable is set; see
-            `resolve.default_guard`.
+            `resolve.Resolved`.
 
     Raises:
         ValueError: if an argument or an environment variable has an invalid value.

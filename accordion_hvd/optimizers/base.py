@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from inspect import Signature, signature
 from typing import Any, ClassVar
 
 from accordion_hvd import check
@@ -127,3 +128,23 @@ def corrections(count: Any, betas: Sequence[float], dtype: str) -> list[Any]:
     xp = namespace(count)
     pairs = ((count[..., i : i + 1], beta) for i, beta in enumerate(betas))
     return [xp.cast(1 / (1 - beta**number), dtype) for number, beta in pairs]
+
+
+def give(kind: Any, rule: type[UpdateRule], common: Callable[..., Any]) -> None:
+    """Make a class of a framework the optimizer of an update rule.
+
+    The constructor in the class is only a signature, for type checkers and readers: it is removed,
+    and the class inherits one that takes all arguments.
+
+    Args:
+        kind: the class. Its constructor has an argument for each of the rule, and `**options`.
+        rule: the update rule, whose documentation the class gets.
+        common: function with the keyword arguments that `**options` stands for, with defaults.
+    """
+    own = [*signature(kind.__init__).parameters.values()][1:-1]  # without self and **options
+    shared = [p for p in signature(common).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    kind.__signature__ = Signature([*own, *shared])
+    note = "See `CompressedOptimizer` for arguments that all of them take."
+    kind.__doc__ = f"{rule.__doc__}\n\n{note}"
+    kind._rule = rule
+    del kind.__init__

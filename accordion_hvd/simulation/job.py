@@ -143,7 +143,7 @@ def simulate_job(
         check.refuse("simulate_job", "backward", backward, "a number from 0 to 1")
     if speeds is not None and (len(speeds) != ranks or min(speeds) <= 0):
         check.refuse("simulate_job", "speeds", speeds, f"{ranks} numbers above 0, one per rank")
-    method = resolve(compression)
+    method = resolve(compression).serving
     if not isinstance(method, Averaging):
         check_policy(method)
     settings = _Settings(

@@ -20,7 +20,7 @@ from accordion_hvd.compressors import BF16, FP16, Dense
 from accordion_hvd.compressors.wrappers import HorovodCompression
 from accordion_hvd.engine.guard import Guard, Mode
 from accordion_hvd.policies import Fixed, Policy
-from accordion_hvd.resolve import Compression, default_guard, resolve
+from accordion_hvd.resolve import Compression, resolve
 from accordion_hvd.tensorflow import validation
 from accordion_hvd.tensorflow.averager import TensorFlowGradientAverager
 from accordion_hvd.tensorflow.variables import key_of, multiplied, references, weights_of
@@ -255,12 +255,13 @@ def _averager(
         _take_in(key, variables)
     if key not in _averagers:
         use = validation.use_of(None, process_set, op == hvd.Sum, skip, 1)
-        serving = resolve(compression)
+        resolved = resolve(compression)
         elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
         if elastic:
-            _check_elastic(serving)
+            _check_elastic(resolved.serving)
         use = replace(use, owner="DistributedGradientTape", takes_steps=False)
-        validate(serving, replace(use, knows_optimizer=False, knows_rate=lr is not None))
+        validate(resolved, replace(use, knows_optimizer=False, knows_rate=lr is not None))
+        serving = resolved.serving
         assert isinstance(serving, Policy)
         averager = TensorFlowGradientAverager(
             serving,
@@ -269,7 +270,7 @@ def _averager(
             total=op == hvd.Sum,
             sparse_as_dense=sparse_as_dense,
             skip=skip,
-            guard=Guard("off" if elastic else guard, every, default_guard(compression)),
+            guard=Guard("off" if elastic else guard, every, resolved.guard),
             scale_local=scale_local,
         )
         averager.agrees = not elastic  # ranks that join take their first step later than others

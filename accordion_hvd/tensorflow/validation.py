@@ -12,8 +12,8 @@ from accordion_hvd import check
 from accordion_hvd.comm.horovod.tensorflow import hvd
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.privacy_accountant import per_sample
-from accordion_hvd.resolve import Serving
-from accordion_hvd.validate import OWNER, Use, growth_of, method_of
+from accordion_hvd.resolve import Resolved
+from accordion_hvd.validate import OWNER, Use
 
 
 def is_plain(optimizer: Any) -> bool:
@@ -45,14 +45,14 @@ def check_positions(owner: str, **texts: Any) -> None:
             check.refuse(owner, name, value, "a string; pass compression= by keyword")
 
 
-def check_optimizer(serving: Serving, optimizer: Any) -> None:
+def check_optimizer(resolved: Resolved, optimizer: Any) -> None:
     """Check what `validate` cannot: accumulation, moving averages and loss scaling in Keras.
 
     Raises:
         ValueError: if the optimizer does not suit the policy or the averaging method.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    growth, method = growth_of(serving), method_of(serving)
+    growth, method = resolved.growth, resolved.method
     if growth is not None:
         _check_growing(growth.sizes, optimizer)
     if method is None:

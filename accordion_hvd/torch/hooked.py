@@ -22,7 +22,7 @@ from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.privacy_accountant import per_sample
-from accordion_hvd.resolve import resolve
+from accordion_hvd.resolve import Resolved, resolve
 from accordion_hvd.torch import validation
 from accordion_hvd.torch.reducer import Reducer
 from accordion_hvd.validate import Use, validate
@@ -156,22 +156,23 @@ def suitable(
     skip: Sequence[str],
     passes: int = 1,
     lr: Callable[[], float] | None = None,
-) -> Any:
-    """Return the policy that `compression` means, after a check that a hook can serve it.
+) -> Resolved:
+    """Return what `compression` means, after a check that a hook can serve it.
 
     Raises:
         TypeError: if `compression` is none of these.
         ValueError: if a hook cannot serve the policy.
     """
-    policy = resolve(compression)
+    resolved = resolve(compression)
     plain = optimizer is not None and validation.is_plain(optimizer)
     use = Use(
         module="accordion_hvd.torch", ranks=1, members=1, optimizer=type(optimizer).__name__,
         plain=plain, skip=check.patterns(skip), passes=passes, owner=owner, takes_steps=False,
         knows_optimizer=optimizer is not None, knows_rate=lr is not None,
     )  # fmt: skip
-    validate(policy, use)
+    validate(resolved, use)
+    policy = resolved.serving
     if isinstance(policy, Averaging) or per_sample(policy):
         allowed = "one that averages whole gradients; use DistributedOptimizer"
         check.refuse(owner, "compression", policy, allowed)
-    return policy
+    return resolved

@@ -19,7 +19,7 @@ from accordion_hvd.engine.controls import Controls
 from accordion_hvd.engine.guard import Guard, Mode
 from accordion_hvd.engine.ledger import LedgerOption, as_ledger
 from accordion_hvd.policies.alternation import Alternation
-from accordion_hvd.resolve import Compression, default_guard, is_ours, resolve
+from accordion_hvd.resolve import Compression, Resolved, is_ours, resolve
 from accordion_hvd.torch import averaging, engines, validation
 from accordion_hvd.torch.engines import hvd
 from accordion_hvd.torch.reducer import Reducer
@@ -148,15 +148,16 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     names = validation.check_names(optimizer.param_groups, named_parameters)
     validation.check_parameters(names)
     validation.check_not_averaged(names)
-    serving, passes, skip = resolve(compression), backward_passes_per_step, check.patterns(skip)
-    validate(serving, validation.use_of(optimizer, process_set, op == hvd.Sum, skip, passes))
-    validation.check_optimizer(serving, optimizer, grad_scaler is not None)
+    resolved, passes, skip = resolve(compression), backward_passes_per_step, check.patterns(skip)
+    validate(resolved, validation.use_of(optimizer, process_set, op == hvd.Sum, skip, passes))
+    validation.check_optimizer(resolved, optimizer, grad_scaler is not None)
+    serving = resolved.serving
     if isinstance(serving, Averaging):
         return averaging.wrap(optimizer, names, serving, process_set, Guard(guard, guard_every))
     options = {
         "policy": serving, "passes": passes, "total": op == hvd.Sum,
         "sparse_as_dense": sparse_as_dense, "process_set": process_set, "skip": skip,
-        "guard": Guard(guard, guard_every, default_guard(compression)), "scaler": grad_scaler,
+        "guard": Guard(guard, guard_every, resolved.guard), "scaler": grad_scaler,
         "predivide": gradient_predivide_factor, "ledger": as_ledger(ledger),
     }  # fmt: skip
     wrapped: Any = _wrap(type(optimizer), optimizer.__dict__, names, options)
@@ -425,7 +426,7 @@ class _Distributed(Controls):
             ValueError: if the policy does not work with a scaler, or if its residuals would be in
                 scaled units because the exchange has begun.
         """
-        validation.check_optimizer(self._policy, self, True)
+        validation.check_optimizer(Resolved(self._policy), self, True)
         averager = self._averager
         begun = averager.finished or averager.in_flight
         keeps = begun and any(entry.state for entry in averager.exchange.bucket_states)

@@ -49,7 +49,7 @@ from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.membership import Group, Part
 from accordion_hvd.engine.saved_state import SavedState
 from accordion_hvd.ops import torch as xp
-from accordion_hvd.resolve import Compression, default_guard
+from accordion_hvd.resolve import Compression
 from accordion_hvd.torch import validation
 from accordion_hvd.torch.hooked import BackwardReducer, HookedState, suitable
 from accordion_hvd.validate import check_passes
@@ -99,7 +99,8 @@ def average(
             f"{OWNER}: manager is a {type(manager).__name__}, but must be a torchft.Manager."
         )
     check_passes(passes)
-    policy = suitable(OWNER, compression, optimizer, skip, passes, lr)
+    resolved = suitable(OWNER, compression, optimizer, skip, passes, lr)
+    policy: Any = resolved.serving
     if policy.topology_aware:
         check.refuse(OWNER, "compression", policy, "one that does not need to know hosts")
     named = validation.plain_names(model.named_parameters())
@@ -108,7 +109,7 @@ def average(
     reducer = ReplicaReducer(
         manager, named, policy, None, lambda: optimizer,
         lr=lr, passes=passes, skip=skip, scaler=grad_scaler,
-        guard=Guard(default=default_guard(compression)),
+        guard=Guard(default=resolved.guard),
     )  # fmt: skip
     reducer.own = frozenset(map(id, model.parameters()))
     return Averager(manager, reducer)

@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accordion_hvd import check
 from accordion_hvd.policies import Policy
-from accordion_hvd.resolve import Serving
+from accordion_hvd.resolve import Resolved
 from accordion_hvd.torch.engines import hvd
-from accordion_hvd.validate import OWNER, Use, growth_of, method_of
+from accordion_hvd.validate import OWNER, Use
 
 
 def check_groups(groups: Any) -> None:
@@ -145,13 +145,13 @@ def use_of(
     )
 
 
-def check_optimizer(serving: Serving, optimizer: torch.optim.Optimizer, scaled: bool) -> None:
+def check_optimizer(resolved: Resolved, optimizer: torch.optim.Optimizer, scaled: bool) -> None:
     """Check what `validate` cannot: closures that run several times, and gradient scaling.
 
     Raises:
-        ValueError: if the optimizer or the scaler does not suit `serving`.
+        ValueError: if the optimizer or the scaler does not suit `resolved`.
     """
-    growth, method = growth_of(serving), method_of(serving)
+    serving, growth, method = resolved.serving, resolved.growth, resolved.method
     decides_ahead = isinstance(serving, Policy) and serving.observers.any("decides_ahead")
     if decides_ahead and isinstance(optimizer, torch.optim.LBFGS):
         allowed = "one that evaluates each batch once if Accordion decides for the full model"

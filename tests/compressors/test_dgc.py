@@ -21,7 +21,7 @@ from accordion_hvd import (
     TwoLevel,
     simulate,
 )
-from accordion_hvd.resolve import as_policy
+from accordion_hvd.resolve import Resolved, as_policy
 from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, World
 from accordion_hvd.validate import Use, validate
 
@@ -244,7 +244,7 @@ def test_only_plain_sgd_takes_updates_in_torch() -> None:
 def check_torch(policy: Any, inner: Any) -> None:
     from accordion_hvd.torch.validation import is_plain
 
-    validate(policy, Use("torch", 1, 1, name(inner), plain=is_plain(inner)))
+    validate(Resolved(policy), Use("torch", 1, 1, name(inner), plain=is_plain(inner)))
 
 
 @pytest.mark.skipif(not installed(TENSORFLOW), reason="tensorflow not installed")
@@ -269,7 +269,7 @@ def test_only_plain_sgd_takes_updates_in_keras() -> None:
 def check_keras(policy: Any, inner: Any) -> None:
     from accordion_hvd.tensorflow.validation import is_plain
 
-    validate(policy, Use("keras", 1, 1, name(inner), plain=is_plain(inner)))
+    validate(Resolved(policy), Use("keras", 1, 1, name(inner), plain=is_plain(inner)))
 
 
 def name(x: Any) -> str:

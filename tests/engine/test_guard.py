@@ -17,7 +17,7 @@ from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.guard import EARLY, Guard, describe
 from accordion_hvd.engine.layout import TensorInfo, span
 from accordion_hvd.optimizers import ZeroOneAdam
-from accordion_hvd.resolve import as_policy, default_guard
+from accordion_hvd.resolve import as_policy, resolve
 from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, lockstep
 
 
@@ -204,11 +204,11 @@ def test_horovods_own_compression_only_warns(monkeypatch: pytest.MonkeyPatch) ->
     none = type("NoneCompressor", (), {"__module__": "horovod.torch.compression"})
     other = type("Halves", (), {"compress": lambda x: (x, None), "decompress": lambda x, _: x})
     monkeypatch.delenv("ACCORDION_HVD_COMPRESSION", raising=False)
-    assert [default_guard(theirs) for theirs in (none, other, other())] == ["warn"] * 3
+    assert [resolve(theirs).guard for theirs in (none, other, other())] == ["warn"] * 3
     for ours in (TopK, TopK(0.1), "fp16", as_policy("powersgd")):
-        assert default_guard(ours) == "error"
+        assert resolve(ours).guard == "error"
     monkeypatch.setenv("ACCORDION_HVD_COMPRESSION", "topk")
-    assert (default_guard(none), default_guard(other)) == ("error", "warn")
+    assert (resolve(none).guard, resolve(other).guard) == ("error", "warn")
 
 
 def test_the_environment_says_what_a_script_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def text_of(seed: int) -> str:
 def check(text: str) -> None:
     found: Any = None
     try:
-        found = resolve(text)
+        found = resolve(text).serving
     except ValueError as error:
         assert type(error) is ValueError and str(error).endswith("."), repr(error)
     except TypeError as error:  # as documented, for values of another type

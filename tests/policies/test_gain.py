@@ -54,7 +54,7 @@ def with_torch(kind: str, scale: float) -> tuple[np.ndarray, np.ndarray, float]:
 def with_keras(kind: str, scale: float) -> tuple[np.ndarray, np.ndarray, float]:
     """Train as `with_torch` does, in Keras."""
     keras, tf = pytest.importorskip("keras"), pytest.importorskip("tensorflow")
-    from accordion_hvd.tensorflow.keras.gain import gain_of
+    from accordion_hvd.tensorflow.keras.optimizer import gain_of
 
     pair = [keras.Variable(np.zeros(SIZE, np.float32)) for _ in "ab"]
     optimizer: Any = {
@@ -105,7 +105,7 @@ def test_optimizers_of_other_packages() -> None:
 
 def test_a_scaled_loss() -> None:
     keras = pytest.importorskip("keras")
-    from accordion_hvd.tensorflow.keras.gain import gain_of
+    from accordion_hvd.tensorflow.keras.optimizer import gain_of
 
     variable = keras.Variable(np.zeros(SIZE, np.float32))
     plain, scaled = keras.optimizers.Adam(), keras.optimizers.Adam()

@@ -41,7 +41,7 @@ def gradients() -> tuple[Gradients, list[np.ndarray]]:
 
 def rehearse(spec: str, ranks: int = 4, native_fp16: bool = True) -> list[RehearsedStep]:
     known, values = gradients()
-    rehearsal = Rehearsal(resolve(spec), known, values, xp, ranks, native_fp16=native_fp16)
+    rehearsal = Rehearsal(resolve(spec).serving, known, values, xp, ranks, native_fp16=native_fp16)
     return rehearsal.steps(0.0)
 
 

@@ -1,6 +1,6 @@
 """The compressed optimizers for Keras 3, one for each update rule.
 
-Constructors are only signatures: see `accordion_hvd.optimizers.constructor`.
+Constructors are only signatures: see `accordion_hvd.optimizers.base`.
 """
 
 from __future__ import annotations

@@ -16,18 +16,18 @@ from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.communicator import ProcessSet
 from accordion_hvd.comm.horovod.tensorflow import hvd
+from accordion_hvd.engine import gain
 from accordion_hvd.engine.controls import Controls
 from accordion_hvd.engine.guard import Guard, Mode
 from accordion_hvd.engine.ledger import LedgerOption, as_ledger
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.alternation import Alternation
 from accordion_hvd.policies.byte_budget import ByteBudget
-from accordion_hvd.resolve import Compression, default_guard, resolve
+from accordion_hvd.resolve import Compression, resolve
 from accordion_hvd.tensorflow import validation
 from accordion_hvd.tensorflow.averager import TensorFlowGradientAverager
 from accordion_hvd.tensorflow.averaging import TensorFlowModelAverager, Variables
 from accordion_hvd.tensorflow.graph import call_back, when
-from accordion_hvd.tensorflow.keras.gain import gain_of
 from accordion_hvd.tensorflow.variables import create, key_of, multiplied
 from accordion_hvd.validate import OWNER, check_adasum, check_arguments, check_passes, validate
 
@@ -141,9 +141,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         warnings.warn(
             "Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, 2
         )
-    serving, passes, skip = resolve(compression), backward_passes_per_step, check.patterns(skip)
-    validate(serving, validation.use_of(optimizer, process_set, op == hvd.Sum, skip, passes))
-    validation.check_optimizer(serving, optimizer)
+    resolved, passes, skip = resolve(compression), backward_passes_per_step, check.patterns(skip)
+    validate(resolved, validation.use_of(optimizer, process_set, op == hvd.Sum, skip, passes))
+    validation.check_optimizer(resolved, optimizer)
+    serving = resolved.serving
     if isinstance(serving, Averaging):
         averaging_settings = AveragingSettings(
             serving, process_set, Guard(guard, guard_every), passes, average_aggregated_gradients
@@ -151,7 +152,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         wrapped = wrap(optimizer, averaging_settings, _ModelAveraging)
         wrapped.averaging.set_up_early()
         return wrapped
-    mode = Guard(guard, guard_every, default_guard(compression)).mode
+    mode = Guard(guard, guard_every, resolved.guard).mode
     settings = Settings(
         serving, process_set, op == hvd.Sum, sparse_as_dense, skip, mode, guard_every,
         scale_local_gradients, passes, average_aggregated_gradients, ledger=as_ledger(ledger),
@@ -600,3 +601,26 @@ def _exchanged(optimizer: Any) -> list[Any]:
 
 def _overwritten(variable: Any) -> bool:
     return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
+MOMENTS = {
+    keras.optimizers.Adam: "_velocities",
+    keras.optimizers.Nadam: "_velocities",
+    keras.optimizers.RMSprop: "_velocities",
+    keras.optimizers.Adagrad: "_accumulators",
+}
+"""Class of an optimizer -> attribute with its second moments."""
+
+
+def gain_of(optimizer: Any, variable: Any) -> float:
+    """Return the gain of Keras' optimizers for a variable; see `accordion_hvd.engine.gain`."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
+    momentum = getattr(optimizer, "momentum", None)
+    kind = next((kind for kind in MOMENTS if isinstance(optimizer, kind)), None)
+    if kind is None:
+        return gain.USUAL if momentum is None else gain.of_sgd(float(momentum))
+    moments = getattr(optimizer, MOMENTS[kind])[optimizer._get_variable_index(variable)]
+    mean = float(tf.reduce_mean(tf.cast(moments, tf.float32)))
+    steps = float(tf.cast(optimizer.iterations, tf.float32))
+    beta = getattr(optimizer, "beta_2", 0.0)  # only Adam corrects the bias of its moments
+    return gain.of_sgd(momentum or 0.0) * gain.of_adam(mean, beta, steps)

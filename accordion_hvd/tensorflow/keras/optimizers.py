@@ -25,7 +25,7 @@ from accordion_hvd.comm.horovod.tensorflow import hvd
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.guard import Guard, Mode
 from accordion_hvd.optimizers import UpdateRule
-from accordion_hvd.optimizers.constructor import give
+from accordion_hvd.optimizers.base import give
 from accordion_hvd.policies import Policy
 from accordion_hvd.resolve import staged
 from accordion_hvd.tensorflow import validation

@@ -68,7 +68,7 @@ def rehearse(
     """
     slow = cluster.bandwidth < fp16_reduction.SLOW[engine]  # as the engine decides in a job
     rehearsal = Rehearsal(
-        resolve(configuration), model.gradients, model.values, model.xp, cluster.ranks,
+        resolve(configuration).serving, model.gradients, model.values, model.xp, cluster.ranks,
         cluster.per_host, slow, model.synchronize,
     )  # fmt: skip
     return rehearsal.steps()
