@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from forked import fork_server, modules_of
 from launch import RANKS, command_for, need
 
 pytest.importorskip("torch")
@@ -43,14 +44,14 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
 
 
-def start(program: str, ranks: int) -> list[subprocess.Popen[str]]:
+def start(command: list[str], ranks: int) -> list[subprocess.Popen[str]]:
     """Start ranks without a launcher, which would end all of them if one fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     return [
         subprocess.Popen(
-            [sys.executable, "-c", program], text=True, stderr=subprocess.PIPE,
+            command, text=True, stderr=subprocess.PIPE,
             env=environment(
                 RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
                 MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
@@ -69,8 +70,10 @@ def start(program: str, ranks: int) -> list[subprocess.Popen[str]]:
         ("os._exit(9)", 0, "rank 0, which keeps the ranks' store, does not answer"),
     ],
 )
-def test_a_rank_that_ends_is_named_by_all(how: str, rank: int, says: str) -> None:
-    processes = start(DYING.replace("HOW", how).replace("RANK", str(rank)), 3)
+def test_a_rank_that_ends_is_named_by_all(how: str, rank: int, says: str, tmp_path: Path) -> None:
+    script = tmp_path / "dying.py"
+    script.write_text(DYING.replace("HOW", how).replace("RANK", str(rank)))
+    processes = start(fork_server(modules_of(script)).program([str(script)]), 3)
     try:
         processes[rank].wait(120)
         died = time.monotonic()
@@ -106,7 +109,7 @@ print("goes on", file=sys.stderr)
 
 def test_a_forked_child_may_leave(tmp_path: Path) -> None:
     """It neither ends the ranks' connections nor writes the receipt, nor waits for threads."""
-    processes = start(FORKING.replace("FOLDER", repr(str(tmp_path))), 2)
+    processes = start([sys.executable, "-c", FORKING.replace("FOLDER", repr(str(tmp_path)))], 2)
     try:
         for process in processes:
             _, text = process.communicate(timeout=60)

@@ -204,6 +204,7 @@ def _run():
             print(status, file=sys.stderr)
             status = 1
     except BaseException:
+        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()  # as Python does
         sys.excepthook(*sys.exc_info())
         status = 1
     threading._shutdown()

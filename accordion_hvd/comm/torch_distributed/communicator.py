@@ -47,13 +47,13 @@ class TorchCommunicator(Communicator):
     engine = "torch"
     ordered = True
     _limit: timedelta | None = None
-    _nccl = False
+    _nccl = _whole = False
 
     def __init__(self, process_set: Any = None) -> None:
         self.members = Members(process_set)
         self.rank, self.size, self.xp = self.members.rank, self.members.size, xp
-        self._everyone = self.members.group(None)
-        self._nccl = "nccl" in dist.get_backend(self._everyone)  # perhaps for GPUs only
+        self._whole = self.size == dist.get_world_size()
+        self._nccl = "nccl" in dist.get_backend(self.members.group(None))  # perhaps for GPUs only
         self.native_bf16_allreduce = self._nccl
         self.native_fp16_allreduce = True if self._nccl else None
         self._limit = timedelta(seconds=timeouts.seconds())
@@ -65,9 +65,9 @@ class TorchCommunicator(Communicator):
         Other backends reduce a copy of all tensors: their reductions take many messages each, one
         after the other, which costs more than the copy as soon as messages have to travel.
         """
-        within, divisor = self._everyone, self.size
-        if group is not None:
-            within, divisor = self.members.group(group), len(group)
+        divisor = self.size if group is None else len(group)
+        whole = self._whole and group is None  # a group that is kept would outlive its end
+        within = dist.group.WORLD if whole else self.members.group(group)
         shapes = [x.shape for x in tensors]
         sent = [x.contiguous() for x in tensors]
         averages = self._nccl and sent[0].is_cuda

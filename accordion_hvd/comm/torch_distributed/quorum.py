@@ -27,7 +27,6 @@ class QuorumCommunicator(TorchCommunicator):
 
     def __init__(self, process_group: Any, device: Any = None) -> None:
         self.members = _Everyone(process_group)  # type: ignore[assignment]
-        self._everyone = process_group
         self.rank, self.size, self.xp = 0, process_group.size(), xp
         self.scratch = {}
         # Some of torchft's process groups do not know their rank: find it by a random number.
