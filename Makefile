@@ -30,7 +30,7 @@ COVERED = $(IN_TESTS) '$(COVERAGE) run -m pytest "$$@"; test $$? = 0 -o $$? = 5'
 OPTBENCH = runs/optbench
 GRAPH = runs/graph
 
-.PHONY: help setup demo test test-all test-times coverage fuzz check docs bench bench-network bench-plan bench-accuracy bench-goodput \
+.PHONY: help setup demo test test-all test-times coverage fuzz check docs bench bench-network bench-excess bench-plan bench-accuracy bench-goodput \
 	bench-optimizers bench-kernels bench-compressors bench-graph bench-averaging results faults storm doctor clean
 .DEFAULT_GOAL := help
 
@@ -92,6 +92,12 @@ bench-network: setup ## measure on limited links, for docs/performance.md (root;
 	@$(IN_VENV) $(RUN) scripts/netbench.py bench --framework keras --output $(NETBENCH)/keras.json
 	@$(IN_VENV) $(RUN) scripts/netbench.py report \
 		$(addprefix $(NETBENCH)/,vgg.json resnet.json gpt.json sharded.json keras.json)
+
+bench-excess: setup ## PowerSGD beside DDP's own hook at 200 Mbit/s (root; 15 minutes; it resumes)
+	@for model in vgg resnet gpt; do \
+		test -e $(NETBENCH)/excess-$$model.json || $(IN_VENV) $(RUN) scripts/netbench.py bench \
+			--model $$model --rates 200mbit --methods '(DDP|.*torch.distributed|.*our hook) powersgd:[14]' \
+			--output $(NETBENCH)/excess-$$model.json || exit 1; done
 
 bench-plan: setup ## measure the predictions of accordion-hvd plan, for docs/plan.md (root; 80 minutes)
 	@$(IN_VENV) $(RUN) scripts/bench_plan.py measure

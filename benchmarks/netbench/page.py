@@ -13,7 +13,6 @@ from benchmarks.netbench.contestants import (
     COMPILED,
     COMPUTE,
     DDP,
-    FP16,
     GATED,
     GROUPED,
     HOOK,
@@ -76,24 +75,8 @@ def _rig(settings: Row) -> str:
 
 def on_excess(found: Row, methods: Sequence[str]) -> str:
     """Return the section that compares excesses over computing alone with DDP's own hooks."""
-    table = tables.excess(found, excess_pairs(methods))
+    table = tables.excess(found, tables.excess_pairs(methods))
     return report.render("performance/excess", table=as_markdown(table)) if len(table) else ""
-
-
-def excess_pairs(methods: Sequence[str]) -> list[tuple[str, str]]:
-    """Return each method of this package with DDP's own hook of the same compression.
-
-    `PowerSGD(4, alternate=True)` sends the bytes of PowerSGD(2) and is compared with DDP's
-    PowerSGD(4), at whose accuracy it aims.
-    """
-    pairs = []
-    for method in methods:
-        for prefix in (OVER, HOOK, OURS):
-            if method.startswith(prefix):
-                word = method.removeprefix(prefix).removesuffix(",alternate")
-                pairs.append((method, f"{DDP}{FP16}" if word == "fp16" else f"{DDP} {word}"))
-                break
-    return pairs
 
 
 def at_rate(found: Row, rate: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from benchmarks import report
-from benchmarks.netbench.contestants import ALONE, COMPUTE
+from benchmarks.netbench.contestants import ALONE, COMPUTE, DDP, FP16, HOOK, OURS, OVER
 from benchmarks.netbench.links import describe
 from examples.results import Row
 from examples.tables import as_text, format_table
@@ -112,6 +112,22 @@ def excess(found: Row, pairs: Sequence[tuple[str, str]]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["method", "compared with", *rates, "processor time"])
 
 
+def excess_pairs(methods: Sequence[str]) -> list[tuple[str, str]]:
+    """Return each method of this package with DDP's own hook of the same compression.
+
+    `PowerSGD(4, alternate=True)` sends the bytes of PowerSGD(2) and is compared with DDP's
+    PowerSGD(4), at whose accuracy it aims.
+    """
+    pairs = []
+    for method in methods:
+        for prefix in (OVER, HOOK, OURS):
+            if method.startswith(prefix):
+                word = method.removeprefix(prefix).removesuffix(",alternate")
+                pairs.append((method, f"{DDP}{FP16}" if word == "fp16" else f"{DDP} {word}"))
+                break
+    return pairs
+
+
 def comparison(found: Row, pairs: Sequence[tuple[str, str]]) -> pd.DataFrame:
     """Return a table of the speedup of each (method, other) pair at each rate."""
     rates = found["settings"]["rates"]
@@ -144,10 +160,13 @@ def table(found: Row, rate: str) -> pd.DataFrame:
 
 
 def all_as_text(found: Row) -> str:
-    """Return the tables of all rates."""
+    """Return the tables of all rates, and that of the excesses if there is something to compare."""
     parts = []
     for rate in found["settings"]["rates"]:
         goodput = found["bandwidth"][rate] * 8 / 1e6
         title = f"{describe(rate, found['settings'])} ({goodput:.0f} Mbit/s of goodput)"
         parts.append(f"{title}\n{as_text(table(found, rate))}")
+    against = excess(found, excess_pairs(list(found["equal"])))
+    if len(against):
+        parts.append(f"Excess over computing alone\n{as_text(against)}")
     return "\n\n".join(parts)
