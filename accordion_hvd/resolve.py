@@ -30,7 +30,7 @@ Serving: TypeAlias = Policy | Averaging
 
 @dataclass(frozen=True)
 class Resolved:
-    """What `compression=` means.
+    """The resolved argument `compression=`, which wrappers and checks read.
 
     Attributes:
         serving: the policy that averages gradients, or the method that always averages models.

@@ -40,8 +40,8 @@ class GradientAverager(Member[E]):
 
     The adapter of a framework decides when gradients are ready and passes the tensors. This class
     does what all ranks must do in the same order: it names the collectives, compares the settings
-    of the ranks before the first step, owns the exchange, compares replicas, saves and restores
-    checkpoints. What it does if the ranks change is in `membership`.
+    of the ranks before the first step, owns the exchange, and compares replicas. Checkpoints and
+    changes of the ranks are the part of its base class, `Member`.
 
     Args:
         total: whether the result is the sum instead of the average.

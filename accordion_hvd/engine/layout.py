@@ -463,7 +463,8 @@ class Batch:
         if wanted:
             nothing: list[dict[str, Tensor]] = [{} for _ in self.entries]
             missing = [x for x in wanted if x.key not in self.evidence]
-            self.evidence = self.evidence | {x.key: self._joined(x, nothing) for x in missing}
+            if missing:
+                self.evidence = self.evidence | {x.key: self._joined(x, nothing) for x in missing}
 
     @property
     def serves(self) -> bool:

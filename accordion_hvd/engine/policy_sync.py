@@ -25,7 +25,7 @@ def sync_of(exchange: Exchange) -> PolicySync | None:
 
 
 class PolicySync:
-    """What an exchange does for its policy and for the policy's observers.
+    """Collects evidence and takes decisions for an exchange's policy and its observers.
 
     Attributes:
         always: whether to collect evidence also in windows in which the policy does not use it.

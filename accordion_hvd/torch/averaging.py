@@ -182,7 +182,7 @@ class _ModelAveraging:
         require_members(self, self._averager.method)
         self._averager.prepare()
         given = () if closure is None else (closure,)  # some optimizers take none
-        step = unscaled_step if "found_inf" in vars(self) else self._base.step
+        step = unscaled_step if vars(self).get("found_inf") is not None else self._base.step
         result = step(self, *given, **more)
         rates = [float(group["lr"]) for group in self.param_groups]
         self._averager.average(rates[0], rates=rates)

@@ -306,9 +306,9 @@ class _Distributed(Controls):
         self._accumulated, self._batch_counted = 0, False
         if self._models is not None:
             self._prepare_models()
-        # Some optimizers take no closure.
-        given = () if closure is None else (self._averaging(closure),)
-        step = averaging.unscaled_step if "found_inf" in vars(self) else self._base.step
+        given = () if closure is None else (self._averaging(closure),)  # some optimizers take none
+        bad = vars(self).get("found_inf")
+        step = self._base.step if bad is None else averaging.unscaled_step
         with _scaled_rates(self.param_groups, observers.weight) if observers else nullcontext():
             taken = step(self, *given, **more)
             result = taken if result is None else result
