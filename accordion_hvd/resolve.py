@@ -20,9 +20,7 @@ from accordion_hvd.core import spec_strings
 from accordion_hvd.core.base import Compressor, NotForStockHorovod
 from accordion_hvd.optimizers.base import UpdateRule
 from accordion_hvd.policies import Accordion, Fixed, Policy
-from accordion_hvd.policies.alternation import Alternation
-from accordion_hvd.policies.batch_growth import BatchGrowth
-from accordion_hvd.policies.byte_budget import ByteBudget
+from accordion_hvd.policies.accordion import Alternation, BatchGrowth, ByteBudget
 from accordion_hvd.privacy import PrivacyBudget, TopAgg
 
 Serving: TypeAlias = Policy | Averaging

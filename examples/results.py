@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accordion_hvd.policies import Policy
-from accordion_hvd.policies.decision import plain
+from accordion_hvd.policies.base import plain
 from examples.config import Settings
 
 FORMAT = 1

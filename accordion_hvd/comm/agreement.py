@@ -1,10 +1,12 @@
-"""Agreement of all ranks on their settings, and gathering of NumPy arrays."""
+"""Agreement of all ranks on their settings, and discovery of hosts and launchers."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import json
+import os
+import socket
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allgather, Broadcast, ExchangeGenerator, Tensor
+from accordion_hvd.core.placement import groups, require_equal
 
 _HEAD, _LENGTH = 4096, 8  # bytes of the first message of `share`, and of the length in it
 
@@ -83,3 +86,67 @@ def explain_disagreement(texts: Sequence[str]) -> str:
                     f"{other or 'nothing'!r}."
                 )
     return "ranks were set up differently."
+
+
+# ---------------------------------------------------------------------- the ranks that share a host
+VARIABLE = "ACCORDION_HVD_LOCAL_SIZE"
+"""Environment variable with the number of consecutive ranks that count as one host."""
+
+
+def discover_hosts(communicator: Communicator, wanted: bool, device: Any = None) -> None:
+    """Set `communicator.hosts` to the ranks of each host; collective, and done once.
+
+    All groups that requests will name are registered, too. Each rank registers all groups in the
+    same order, including groups that it is not a member of.
+
+    Args:
+        wanted: whether the hosts are needed (`Policy.topology_aware`).
+
+    Raises:
+        ValueError: on every rank, if hosts have different numbers of ranks, or if the engine does
+            not know the groups and cannot register them.
+    """
+    if not wanted or communicator.hosts or communicator.size == 1:
+        return
+    row = np.array([_key(communicator.rank), communicator.extensible], np.int64)
+    values = communicator.xp.asarray(row, device)
+    table = communicator.run("accordion.hosts", gather(communicator, values))
+    members: dict[int, list[int]] = {}
+    for rank, row in enumerate(table):
+        members.setdefault(int(row[0]), []).append(rank)
+    hosts = tuple(tuple(ranks) for ranks in members.values())
+    require_equal(hosts)
+    communicator.extensible = all(bool(row[1]) for row in table)
+    communicator.register(groups(hosts))
+    communicator.hosts = hosts
+
+
+def _key(rank: int) -> int:
+    """Return a number that identifies the host, derived from its name as the launcher knows it."""
+    local_size = os.environ.get(VARIABLE)
+    if local_size:
+        if not local_size.isdecimal() or int(local_size) == 0:
+            raise ValueError(f"{VARIABLE} is {local_size!r}, but must be an integer of at least 1.")
+        return rank // int(local_size)
+    name = os.environ.get("HOROVOD_HOSTNAME") or host_name()
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def host_name() -> str:
+    """Return this host's name, with torchrun's number of the host if there is one."""
+    group = os.environ.get("GROUP_RANK")
+    return f"{socket.gethostname()}.{group}" if group else socket.gethostname()
+
+
+# --------------------------------------------------------------------- the launcher of this process
+_OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "PMI_RANK")
+"""Environment variables that MPI launchers set."""
+
+
+def started_by_mpi() -> bool:
+    return any(name in os.environ for name in _OF_MPI)
+
+
+def started_by_horovod() -> bool:
+    return "HOROVOD_RANK" in os.environ or "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ

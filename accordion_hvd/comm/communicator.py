@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 from accordion_hvd import check
 from accordion_hvd.comm import packing, timeouts
-from accordion_hvd.comm.collectives import Collectives
-from accordion_hvd.comm.traffic import Traffic
+from accordion_hvd.comm.collectives import Collectives, Traffic
 from accordion_hvd.core.base import Allgather, Broadcast, Request, Tensor
 from accordion_hvd.core.running import Running, drive
 

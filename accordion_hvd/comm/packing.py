@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd import check
-from accordion_hvd.comm.collectives import Collectives
-from accordion_hvd.comm.traffic import Traffic, traffic_of
+from accordion_hvd.comm.collectives import Collectives, Traffic, traffic_of
 from accordion_hvd.core.base import (
     Allgather,
     Allreduce,

@@ -1,4 +1,4 @@
-"""A communicator that records requests instead of sending them, for estimates of bytes and time.
+"""Communicators that record an exchange's operations, or rehearse it on one rank.
 
 Recording a request costs no more than its tensor on one rank, also where thousands of ranks take
 part.
@@ -6,18 +6,20 @@ part.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from accordion_hvd import check
-from accordion_hvd.comm import packing, reference
+from accordion_hvd.comm import local, packing
+from accordion_hvd.comm.collectives import Group, Traffic, size_of
 from accordion_hvd.comm.communicator import Pending
 from accordion_hvd.comm.local import LocalCommunicator
-from accordion_hvd.comm.traffic import Traffic, size_of
 from accordion_hvd.core.base import (
     Allgather,
     Allreduce,
@@ -25,6 +27,7 @@ from accordion_hvd.core.base import (
     Hosts,
     Neighbours,
     Request,
+    Tensor,
 )
 from accordion_hvd.core.placement import consecutive
 from accordion_hvd.core.running import Running
@@ -146,7 +149,7 @@ class RecordingCommunicator(LocalCommunicator):
         """
         part, ranks = request.tensor, self.ranks(request.group)
         if isinstance(request, Allreduce):
-            part = reference.repeated(self.xp, part, request.op, ranks)
+            part = local.repeated(self.xp, part, request.op, ranks)
         if request.decode is not None:
             part = request.decode(part)[0]
         if isinstance(request, Neighbours):
@@ -223,3 +226,61 @@ def _without_values(request: Request) -> Request:
     if isinstance(request, Allreduce):
         return replace(request, tensor=tensor, decode=None, reuse=True)
     return replace(request, tensor=tensor, decode=None)
+
+
+# --------------------------------------------------------- the rehearsal of an exchange on one rank
+class RehearsalCommunicator(LocalCommunicator):
+    """The communicator of rank 0 of `size` ranks that all pass the same tensors.
+
+    Requests are packed and unpacked as in a job. Only the engine's operations are replaced.
+
+    Attributes:
+        operations: the operations so far, by name.
+        seconds: time spent on what engines would do outside of the training thread.
+    """
+
+    def __init__(self, xp: ModuleType, size: int, hosts: Hosts, native_fp16: bool) -> None:
+        super().__init__(xp, size)
+        self.hosts, self.native_fp16_allreduce, self.scratch = hosts, native_fp16, {}
+        self.operations: dict[str, Operation] = {}
+        self.seconds = 0.0
+
+    def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
+        reduce = partial(super().allreduce, name, tensors, op, group)
+        return self._answer(name, "allreduce", tensors, group, reduce)
+
+    def allgather(
+        self, name: str, tensor: Tensor, group: Group, lengths: Sequence[int] | None = None
+    ) -> Any:
+        gather = partial(super().allgather, name, tensor, group, lengths)
+        return self._answer(name, "allgather", [tensor], group, gather)
+
+    def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
+        broadcast = partial(super().broadcast, name, tensor, root, group)
+        return self._answer(name, "broadcast", [tensor], group, broadcast)
+
+    def alltoall(
+        self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
+    ) -> Any:
+        exchange = partial(super().alltoall, name, tensor, group, splits)
+        return self._answer(name, "alltoall", [tensor], group, exchange)
+
+    def poll(self, handle: Any) -> bool:
+        """Return False once for each operation, as if it took a while."""
+        handle["polled"], polled = True, handle["polled"]
+        return polled
+
+    def wait(self, handle: Any) -> Any:
+        return handle["result"]
+
+    def pause(self, waited: float) -> None:
+        """Return at once."""
+
+    def _answer(
+        self, name: str, kind: str, tensors: list[Tensor], group: Group, make: Callable[[], Any]
+    ) -> dict[str, Any]:
+        self.operations[name] = Operation(kind, float(sum(map(size_of, tensors))), group)
+        began = time.perf_counter()
+        handle = {"result": make(), "polled": False}
+        self.seconds += time.perf_counter() - began
+        return handle

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from accordion_hvd.policies.batch_growth import BatchGrowth
+from accordion_hvd.policies.accordion import BatchGrowth
 
 if TYPE_CHECKING:
     from accordion_hvd.engine.exchange import Exchange

@@ -26,10 +26,9 @@ from accordion_hvd.engine.policy_sync import PolicySync, sync_of
 from accordion_hvd.engine.saved_state import SavedState
 from accordion_hvd.engine.step import Accounts, Step
 from accordion_hvd.ops.spec import Spec
-from accordion_hvd.policies.advice import Advice
 from accordion_hvd.policies.base import Policy
 from accordion_hvd.policies.evidence import Evidence
-from accordion_hvd.policies.gating import Gating
+from accordion_hvd.policies.gate import Advice, Gating
 
 logger = logging.getLogger(__name__)
 
@@ -497,7 +496,7 @@ class Exchange:
             - "dense_sent": bytes that a ring allreduce of the gradients would send.
             - "payload": bytes of this rank's messages.
             - "sent", "received": bytes that this rank sends and receives for its messages, by the
-              model of ring collectives in `comm.traffic`.
+              model of ring collectives in `comm.collectives`.
             - "between": "sent" without the bytes known to have stayed within a host.
             - "ratio": "dense_sent" / "sent".
             - "seconds": seconds spent in encoding (before the first requests), waiting, and

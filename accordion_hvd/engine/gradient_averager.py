@@ -14,7 +14,7 @@ import numpy as np
 
 import accordion_hvd
 from accordion_hvd import check
-from accordion_hvd.comm import fp16_reduction, hosts, tcp
+from accordion_hvd.comm import agreement, fp16_reduction, tcp
 from accordion_hvd.comm.agreement import require_agreement
 from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Tensor
 from accordion_hvd.engine import checkpoint
@@ -24,8 +24,7 @@ from accordion_hvd.engine.layout import TensorInfo, span
 from accordion_hvd.engine.ledger import Ledger, as_ledger
 from accordion_hvd.engine.membership import E, Member
 from accordion_hvd.policies import Policy
-from accordion_hvd.policies.gate import probe
-from accordion_hvd.policies.gating import PROBE
+from accordion_hvd.policies.gate import PROBE, probe
 
 Key = Any  # hashable
 
@@ -223,7 +222,7 @@ class GradientAverager(Member[E]):
 
     def discover(self) -> None:
         """Discover hosts and measure the link, if the policy needs them; collective, once."""
-        hosts.discover_hosts(self.communicator, self.policy.topology_aware, self.device)
+        agreement.discover_hosts(self.communicator, self.policy.topology_aware, self.device)
         fp16_reduction.choose_reduction(self.communicator, self.policy.fp16_reduction, self.device)
 
     def on_any_rank(self, flags: Sequence[bool]) -> list[bool]:

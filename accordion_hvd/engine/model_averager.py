@@ -15,17 +15,17 @@ import numpy as np
 from accordion_hvd.averaging.base import Averaging, Group
 from accordion_hvd.averaging.wagma import WAGMA
 from accordion_hvd.comm.agreement import require_agreement
+from accordion_hvd.comm.collectives import Traffic
 from accordion_hvd.comm.communicator import Communicator
-from accordion_hvd.comm.neighbourhood import Neighbourhood
+from accordion_hvd.comm.mpi import Neighbourhood
 from accordion_hvd.comm.shares import by_shares
-from accordion_hvd.comm.traffic import Traffic
 from accordion_hvd.core.base import Allreduce, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.engine.membership import Gather
 from accordion_hvd.engine.wait_avoiding import WaitAvoiding, why_not
-from accordion_hvd.policies.alternation import Alternation
+from accordion_hvd.policies.accordion import Alternation
 
 logger = logging.getLogger(__name__)
 

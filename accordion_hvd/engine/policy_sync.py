@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accordion_hvd.comm.agreement import share
 from accordion_hvd.core.base import Tensor
 from accordion_hvd.engine.layout import Batch, BucketState
-from accordion_hvd.policies import decision
+from accordion_hvd.policies import base
 from accordion_hvd.policies.base import Policy
 from accordion_hvd.policies.evidence import Evidence, Step
 
@@ -128,9 +128,9 @@ class PolicySync:
         for evidence in policy.evidence:
             values[evidence.key] = yield from evidence.read(exchange)
         lead = exchange.communicator.rank == 0
-        rows = decision.plain(policy.decide(values, rates)) if lead else None
+        rows = base.plain(policy.decide(values, rates)) if lead else None
         rows = yield from share(exchange.communicator, rows, exchange.device)
-        policy.apply(decision.read(rows))
+        policy.apply(base.read(rows))
         for entry in exchange.bucket_states:
             if entry.evidence:
                 entry.evidence = {}

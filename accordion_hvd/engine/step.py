@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from accordion_hvd.comm.collectives import Traffic, size_of, traffic_of
 from accordion_hvd.comm.communicator import Communicator, Pending
-from accordion_hvd.comm.traffic import Traffic, size_of, traffic_of
 from accordion_hvd.core.base import Allgather, Allreduce, ExchangeGenerator, Request, State, Tensor
 from accordion_hvd.core.running import Running
 from accordion_hvd.engine.layout import Layout

@@ -24,10 +24,9 @@ import numpy as np
 from accordion_hvd import check
 from accordion_hvd.averaging.base import periodic
 from accordion_hvd.averaging.groups import Groups, default_size
-from accordion_hvd.comm import ending, mpi, timeouts
-from accordion_hvd.comm.agreement import RanksDisagree
-from accordion_hvd.comm.launcher import started_by_mpi
-from accordion_hvd.engine import reduce_scatter
+from accordion_hvd.comm import mpi, timeouts
+from accordion_hvd.comm.agreement import RanksDisagree, started_by_mpi
+from accordion_hvd.engine import group_protocol
 from accordion_hvd.engine.group_protocol import Activation, GroupProtocol, GroupRound, combine
 from accordion_hvd.engine.wakeup import Wakeup
 
@@ -196,7 +195,7 @@ class WaitAvoiding:
         self._sending: list[tuple[Any, Array]] = []
         self._thread = threading.Thread(target=self._serve, name="averaging", daemon=True)
         self._thread.start()
-        self._handler = ending.at_exit(self._leave)
+        self._handler = timeouts.at_exit(self._leave)
 
     # -------------------------------------------------------------------------- the training thread
     def average(self, model: Sequence[Array]) -> bool:
@@ -542,7 +541,7 @@ class WaitAvoiding:
         place = round_.members.index(self.rank)
         parts = zip(model.vectors, total.vectors, self._scratch, strict=True)
         for mine, into, scratch in list(parts)[: None if round_.all_ranks else -1]:
-            for messages in reduce_scatter.total(mine, into, scratch, place, len(round_.members)):
+            for messages in group_protocol.total(mine, into, scratch, place, len(round_.members)):
                 requests = [
                     self._comm.Irecv(part, round_.members[peer], _DATA)
                     for peer, part in messages.receive

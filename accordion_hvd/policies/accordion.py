@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.compressors.dense import Dense
 from accordion_hvd.core.base import Compressor
-from accordion_hvd.core.observer import Observers
-from accordion_hvd.policies.alternation import MODEL, Alternation
-from accordion_hvd.policies.base import Seen, agree
-from accordion_hvd.policies.batch_growth import BATCH, BatchGrowth
-from accordion_hvd.policies.byte_budget import OVER, ByteBudget
-from accordion_hvd.policies.critical_regimes import HIGH, LOW, CriticalRegimes
-from accordion_hvd.policies.decision import Decision
+from accordion_hvd.core.observer import Observer, Observers
+from accordion_hvd.policies.base import Decision, Seen, Windowed, agree
+from accordion_hvd.policies.cost_model import averaging_share, bytes_sent
 from accordion_hvd.policies.evidence import GradientSums
 from accordion_hvd.policies.fixed import override
 from accordion_hvd.policies.gate import Gate, as_gate
-from accordion_hvd.policies.windows import Windowed
+
+if TYPE_CHECKING:
+    from accordion_hvd.engine.exchange import Exchange
+    from accordion_hvd.engine.layout import Bucket
 
 
 class Accordion(Windowed):
@@ -340,3 +339,342 @@ class Accordion(Windowed):
 
 def _instance(level: Any) -> Any:
     return level() if isinstance(level, type) and issubclass(level, Compressor) else level
+
+
+# --------------------------------------------------------------------------------- critical regimes
+LOW, HIGH = 0, 1
+"""Levels of low compression, for critical regimes, and of high compression."""
+
+CHANGED = "level changed in this window"
+FELL = "learning rate fell"
+
+
+class CriticalRegimes:
+    """Detector of critical regimes.
+
+    Let n be the norm of the sum of the gradients in window e, and m the norm `interval` windows
+    before. At the end of windows 0, `interval`, 2 `interval`, ... the regime is critical if
+    |m - n| / m >= `threshold`, and also if e = 0, if m = 0 or if a norm is not finite. A fall of
+    the learning rate begins a critical regime, too (section (b) of the authors' code).
+
+    Args:
+        threshold: relative change of the norm in a critical regime, at least 0 (the paper's eta).
+        interval: windows between checks.
+        lr_drop: the learning rate falls if it is at most `lr_drop` times its value one window
+            before. None: if it is less than that value.
+
+    Attributes:
+        norms: name -> norm at the last check.
+    """
+
+    def __init__(self, owner: Any, threshold: float, interval: int, lr_drop: float | None) -> None:
+        check.at_least(owner, "threshold", threshold, least=0)
+        check.integer(owner, "interval", interval, least=1)
+        if lr_drop is not None:
+            check.ratio(owner, "lr_drop", lr_drop)
+        self.threshold, self.interval, self.lr_drop = threshold, interval, lr_drop
+        self.norms: dict[str, float] = {}
+
+    def checks(self, window: int) -> bool:
+        return window % self.interval == 0
+
+    def judge(self, row: Decision, unclear: bool, current: int) -> None:
+        """Fill in level, reason and change of a row if its window ends in a check or its lr fell.
+
+        The norm is no evidence (`unclear`) if it is a norm of averaged gradients, and the level
+        changed at the start of the window, so that the averages contain the residual of the old
+        level. Then the level remains `current`.
+        """
+        if self.checks(row.window):
+            self._compare(row, unclear, current)
+        if self.fell(row):
+            row.level, row.reason = LOW, FELL
+
+    def _compare(self, row: Decision, unclear: bool, current: int) -> None:
+        norm, previous = row.norm, row.previous
+        if row.window == 0:
+            row.level, row.reason = LOW, "first window"
+        elif unclear:
+            row.level, row.reason = current, CHANGED
+        elif not (math.isfinite(norm) and math.isfinite(previous)):
+            row.level, row.reason = LOW, "norm not finite"
+        elif previous == 0:
+            row.level, row.reason = LOW, "previous norm was zero"
+        else:
+            row.change = abs(previous - norm) / previous
+            critical = row.change >= self.threshold
+            row.level = LOW if critical else HIGH
+            row.reason = "norm changed" if critical else "norm steady"
+
+    def fell(self, row: Decision) -> bool:
+        """Return whether the learning rate of a row has fallen."""
+        before, now = row.previous_lr, row.lr
+        return now < before and (self.lr_drop is None or now <= self.lr_drop * before)
+
+    def remember(self, rows: Iterable[Decision]) -> None:
+        """Store the norms of a check for the next check."""
+        norms = {row.name: row.norm for row in rows if row.reason != CHANGED}
+        self.norms = self.norms | norms  # a new dict: a state_dict holds the old one
+
+
+# ----------------------------------------------------------------------------------- a cap on bytes
+MEGABYTE = 1e6
+OVER = "over the budget"
+
+
+class ByteBudget(Observer):
+    """Caps the bytes of an exchange, on average over its small batches.
+
+    Args:
+        policy: an `Accordion`. The cap also sets the policy's `first`, `growth` and `alternation`.
+        megabytes: MB (10^6 bytes) that a rank may send per small batch.
+    """
+
+    def __init__(self, policy: Any, megabytes: float) -> None:
+        if not (check.is_number(megabytes) and megabytes > 0):
+            check.refuse(policy, "budget", megabytes, "a number above 0 (MB a step), or None")
+        self.policy, self.megabytes = policy, megabytes
+        self._prices: Mapping[str, Sequence[float]] = {}
+        self._exempt = 0.0  # bytes per exchange of the buckets exempt from the policy
+        self._models = 0.0  # bytes per step while models are averaged
+
+    def extending(self, exchange: Exchange, buckets: Sequence[Bucket]) -> None:
+        """Compute the bytes of each level; refuse tensors that exceed the budget at all levels."""
+        ranks = exchange.communicator.size
+
+        def price(level: Any, bucket: Any) -> float:
+            return bytes_sent(level, bucket.shape, bucket.dtype, ranks)
+
+        prices = {
+            bucket.name: [price(level, bucket) for level in exchange.policy.choices(bucket)]
+            for bucket in buckets
+            if bucket.compress
+        }
+        exempt = [price(exchange.policy.choices(b)[0], b) for b in buckets if not b.compress]
+        models, alternation = 0.0, self.policy.alternation
+        if alternation is not None:
+            dense = sum(bucket.dense_bytes for bucket in buckets)
+            models = averaging_share(alternation.method, ranks) * dense
+        self.price(prices, sum(exempt), models)
+
+    def price(
+        self, levels: Mapping[str, Sequence[float]], rest: float, models: float = 0.0
+    ) -> None:
+        """Set the bytes that an exchange sends; equal on all ranks.
+
+        Args:
+            levels: bucket -> bytes that a rank sends for it at each level.
+            rest: bytes of the buckets exempt from the policy.
+            models: mean bytes per step while models are averaged instead.
+
+        Raises:
+            ValueError: if even the cheapest levels exceed the budget.
+        """
+        self._prices, self._exempt, self._models = levels, rest, models
+        growth, alternation = self.policy.growth, self.policy.alternation
+        least, most = self._least(), 1 if growth is None else growth.ratio
+        least = least if alternation is None else min(least, models)
+        if least > self._room(most):
+            megabytes = f"{math.ceil(least / most) / MEGABYTE:g}"
+            allowed = f"at least {megabytes}, the MB that the cheapest levels send, or None"
+            check.refuse(self.policy, "budget", self.megabytes, allowed)
+        if growth is not None and least > self._room(1):
+            growth.grow(True)
+        now = self.policy.observers.weight
+        self.policy.first = self._affordable(dict.fromkeys(levels, LOW), {}, now)
+        if alternation is not None and not self.policy.steps:
+            alternation.averaging_models = self.allowed(LOW, now) == HIGH
+
+    def cap(self, rows: Sequence[Decision], current: Mapping[str, int], batches: int) -> None:
+        """Replace the levels of `rows` that exceed the budget by cheaper ones.
+
+        Buckets without a row keep their `current` level. `batches` is the number of small batches
+        in each of the next exchanges.
+        """
+        if not rows:
+            return
+        wanted = dict(current) | {row.name: row.level for row in rows}
+        urgency = {row.name: 1e300 if math.isnan(row.change) else row.change for row in rows}
+        chosen = self._affordable(wanted, urgency, batches)
+        for row in rows:
+            if row.level != chosen[row.name]:
+                row.level, row.reason = chosen[row.name], f"{row.reason}, but {OVER}"
+
+    def allowed(self, wanted: int, batches: int) -> int:
+        """Return `wanted` (LOW: gradients, HIGH: models) if affordable, else the cheaper mode."""
+        costs = self._least(), self._models
+        cheaper = LOW if costs[LOW] <= costs[HIGH] else HIGH
+        return wanted if costs[wanted] <= self._room(batches) else cheaper
+
+    def _affordable(
+        self, wanted: Mapping[str, int], urgency: Mapping[str, float], batches: int
+    ) -> dict[str, int]:
+        return affordable(wanted, self._prices, urgency, self._room(batches) - self._exempt)
+
+    def _least(self) -> float:
+        return self._exempt + sum(map(min, self._prices.values()))
+
+    def _room(self, batches: int) -> float:
+        return self.megabytes * MEGABYTE * batches
+
+
+def affordable(
+    wanted: Mapping[str, int],
+    prices: Mapping[str, Sequence[float]],
+    urgency: Mapping[str, float],
+    room: float,
+) -> dict[str, int]:
+    """Return the wanted levels as far as the budget allows, otherwise the cheapest ones.
+
+    Every bucket starts at its cheapest level. Then buckets get their wanted level, the most urgent
+    first (a missing urgency is the largest), as long as there is `room` for the bytes of all
+    buckets.
+    """
+    chosen = {}
+    for name, level in wanted.items():  # the wanted level if none is cheaper
+        chosen[name] = min((level, *range(len(prices[name]))), key=prices[name].__getitem__)
+    room -= sum(prices[name][level] for name, level in chosen.items())
+    for name in sorted(wanted, key=lambda name: -urgency.get(name, math.inf)):
+        more = prices[name][wanted[name]] - prices[name][chosen[name]]
+        if more <= room:
+            chosen[name] = wanted[name]
+            room -= more
+    return chosen
+
+
+# ------------------------------------------------------------------------- growth of the batch size
+BATCH = "(batch size)"
+"""Name of decisions about the batch size."""
+
+
+class BatchGrowth(Observer):
+    """Switches a training from small to large batches, once.
+
+    Args:
+        sizes: (small, large), numbers of examples over all ranks; large is a multiple of small.
+        window: batches in a window; None if not known.
+
+    Attributes:
+        large: whether batches are large from now on.
+        micro_batches: number of small batches in the current exchange, which is also the factor of
+            the learning rate in its step.
+        loader: whether a data loader gives batches of these sizes. Otherwise, the optimizer
+            accumulates small batches.
+
+    Raises:
+        ValueError: if `sizes` is not two positive integers, large is no multiple of small, or a
+            window is shorter than one large batch.
+    """
+
+    decides_ahead = True
+    needed_alone = True
+
+    def __init__(self, owner: Any, sizes: Any, window: int | None) -> None:
+        pair = tuple(sizes) if isinstance(sizes, (tuple, list)) else ()
+        if len(pair) != 2 or not all(check.is_integer(size) and size >= 1 for size in pair):
+            check.refuse(owner, "batch_size", sizes, "two positive integers such as (512, 4096)")
+        small, large = int(pair[0]), int(pair[1])
+        if small > large or large % small:
+            allowed = "(small, large), where large is a multiple of small"
+            check.refuse(owner, "batch_size", sizes, allowed)
+        self.owner, self.sizes, self.ratio = type(owner).__name__, (small, large), large // small
+        if window is not None and window < self.ratio:
+            least = f"at least {self.ratio}, the number of small batches in a large one"
+            check.refuse(owner, "window", window, f"{least}, with batch_size={self.sizes}")
+        self.large = self.loader = False
+        self.micro_batches = 1
+
+    @property
+    def weight(self) -> int:  # type: ignore[override]
+        return self.micro_batches
+
+    @property
+    def accumulated(self) -> int:  # type: ignore[override]
+        return 1 if self.loader else self.micro_batches
+
+    def share(self, ranks: int) -> int:
+        """Return the examples of a small batch on each rank; ValueError if that is no integer."""
+        if self.sizes[0] % ranks:
+            allowed = f"multiples of {ranks}, the number of ranks"
+            check.refuse(self.owner, "batch_size", self.sizes, allowed)
+        return self.sizes[0] // ranks
+
+    def resize(self) -> None:
+        """Apply the size that `large` calls for to the batches from now on."""
+        self.micro_batches = self.ratio if self.large else 1
+
+    def grow(self, large: bool) -> None:
+        """Set whether batches are to be large; a data loader applies the change by `resize`."""
+        self.large = large
+        if not self.loader:
+            self.resize()
+
+    def to_come(self, large: bool) -> int:
+        """Return the small batches in each next exchange, if batches are or become `large`."""
+        return self.ratio if large and not self.loader else self.micro_batches
+
+    def judge(self, row: Decision, regimes: CriticalRegimes, unclear: bool) -> list[Decision]:
+        """Return the decision about the batch size as a list; empty if there is none.
+
+        `row` has the norm and the learning rate of the entire model; it is filled in. `unclear` is
+        that of `CriticalRegimes.judge`.
+        """
+        if self.large and row.window:
+            return []
+        if self.large:
+            row.level, row.reason = HIGH, OVER
+        else:
+            regimes.judge(row, unclear, LOW)
+        row.compressor = f"{self.sizes[row.level]} examples"
+        return [row] if row.reason else []
+
+    def stats(self) -> dict[str, Any]:
+        return {"batch_size": self.sizes[0] * self.micro_batches}
+
+    def agreement(self) -> str:
+        return f"loader={self.loader}"
+
+
+# --------------------------------------------------------------------- switching to averaged models
+MODEL = "(model)"
+"""Name of decisions about model averaging."""
+
+
+class Alternation(Observer):
+    """Switches between averaging gradients in each step and averaging models by `method`.
+
+    The windows of `policy`, which decides, last until the models are equal.
+
+    Attributes:
+        averaging_models: whether the ranks average models now, so that models may differ.
+        mode_changed: whether `averaging_models` has changed since `take_mode_change` was called.
+        equal: whether the models of all ranks are equal now; no decision is due while they differ.
+            The model averager keeps this attribute up to date.
+    """
+
+    decides_ahead = True
+    every_step = True
+
+    def __init__(self, policy: Any, method: Averaging) -> None:
+        self.policy, self.method = policy, method
+        self.averaging_models = self.mode_changed = False
+        self.equal = True
+
+    @property
+    def withholds(self) -> bool:  # type: ignore[override]
+        return self.averaging_models
+
+    @property
+    def over(self) -> bool:
+        """Return whether a window has ended, so that the ranks must make their models equal."""
+        return self.policy.over
+
+    def switch(self, level: int) -> None:
+        """Average models (HIGH) or gradients (LOW) from now on."""
+        self.mode_changed |= self.averaging_models != (level == HIGH)
+        self.averaging_models = level == HIGH
+
+    def take_mode_change(self) -> bool:
+        """Return whether `averaging_models` has changed since the last call."""
+        changed, self.mode_changed = self.mode_changed, False
+        return changed

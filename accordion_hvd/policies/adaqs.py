@@ -12,10 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from accordion_hvd import check
 from accordion_hvd.core.base import Compressor
-from accordion_hvd.policies.base import Seen, agree
-from accordion_hvd.policies.decision import Decision
+from accordion_hvd.policies.base import Decision, Seen, Windowed, agree
 from accordion_hvd.policies.evidence import GradientSums
-from accordion_hvd.policies.windows import Windowed
 
 FIRST, FELL, STEADY = "first window", "ratio fell", "ratio steady"
 MILDEST = "ratio fell, nothing milder"

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import abc
+import math
+import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from accordion_hvd import check
 from accordion_hvd.compressors.dense import Dense
 from accordion_hvd.core.base import Compressor, NotForStockHorovod
 from accordion_hvd.core.observer import Observers
-from accordion_hvd.policies import decision
-from accordion_hvd.policies.decision import Decision
 from accordion_hvd.policies.evidence import Evidence
-from accordion_hvd.policies.gate import Gate
-from accordion_hvd.policies.gating import Gating
+from accordion_hvd.policies.gate import Gate, Gating
 
 Seen = Mapping[str, Mapping[str, float]]
 """Evidence key -> bucket -> number."""
@@ -180,11 +181,11 @@ class Policy(NotForStockHorovod, abc.ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the state in numbers, strings, lists and dicts."""
         own = {key: getattr(self, key) for key in self.KEPT}
-        return {"history": decision.plain(self.history), "current": dict(self.current)} | own
+        return {"history": plain(self.history), "current": dict(self.current)} | own
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore from `state_dict`."""
-        self.history[:] = decision.read(state["history"])
+        self.history[:] = read(state["history"])
         self.current = dict(state["current"])
         for key in self.KEPT:
             setattr(self, key, state[key])
@@ -267,3 +268,158 @@ def _compare(owner: Policy, aspect: str, values: Mapping[str, Any]) -> None:
 
 def _takes_any_vector(level: Compressor) -> bool:
     return level.batching == "any" and level.scope == "tensor"
+
+
+# ------------------------------------------------------------------------------- windows of batches
+PATIENCE = 1000
+"""Batches after which a policy warns if no window has ended yet and their length is unknown."""
+
+
+class Windowed(Policy):
+    """Base class of policies that count steps and windows and decide at the end of a window.
+
+    If an exchange has several micro-batches, or averages the gradients of several backward passes,
+    the policy counts these. An exchange belongs to the window in which it takes place; its
+    micro-batches beyond the end of the window count for the next window. A decision that must wait
+    (`ready`) prolongs its window, possibly by several lengths.
+
+    Args:
+        window: batches (backward passes) in a window, such as `len(loader)`. None if calls of
+            `end_window` end the windows.
+    """
+
+    KEPT: ClassVar[tuple[str, ...]] = ("_epoch", "_steps", "_step", "_ended", "_by_hand", "_lr")
+
+    def __init__(self, window: int | None) -> None:
+        super().__init__()
+        if window is not None:
+            check.integer(self, "window", window, least=1)
+        self.window = window
+        self._epoch = 0  # windows ended so far
+        self._steps = 0  # batches of the exchanges in this window
+        self._step = 0  # batches of all exchanges
+        self._ended = False  # whether end_window has ended this window
+        self._by_hand = False  # whether end_window was ever called
+        self._lr: dict[str, float] = {}  # learning rates at the start of the window
+
+    def due(self, lr: Mapping[str, float]) -> bool:
+        """Return whether a decision is due: at the first exchange after the end of a window.
+
+        Only then is the next learning rate known.
+        """
+        return self.ready and self.over
+
+    @property
+    def ready(self) -> bool:
+        """Return whether a decision is possible now; otherwise the window is prolonged."""
+        return True
+
+    @property
+    def steps(self) -> int:
+        """Return the number of batches of all exchanges so far."""
+        return self._step
+
+    @property
+    def over(self) -> bool:
+        """Return whether the window has ended."""
+        complete = self.window is not None and self._steps >= self.window
+        return self._steps > 0 and (self._ended or complete)
+
+    def tick(self, lr: Mapping[str, float]) -> None:
+        """Count an exchange; store the learning rates at the start of a window."""
+        if Windowed.due(self, lr):
+            self._roll()  # the window ended without a decision
+        if self._steps == 0 or not self._lr:
+            self._lr = dict(lr)
+        batches = self.observers.weight * self.passes
+        self._steps += batches
+        self._step += batches
+        unknown = self.window is None and not self._by_hand
+        if unknown and 0 <= self._step - PATIENCE - 1 < batches:
+            name = type(self).__name__
+            warnings.warn(
+                f"{name}: after {PATIENCE} batches no window (epoch) has ended, and without one "
+                f"there is no decision. Pass {name}(..., window=<batches per epoch>), or call "
+                "optimizer.end_window() after each epoch; in Keras, pass "
+                "BroadcastGlobalVariablesCallback to fit().",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def end_window(self) -> None:
+        """End the current window.
+
+        A call before the first step declares that later calls will end the windows.
+        """
+        self._by_hand = True
+        self._ended = self._steps > 0
+
+    def apply(self, decisions: Sequence[Decision]) -> None:
+        """Apply decisions, and begin the next window."""
+        super().apply(decisions)
+        self._roll()
+
+    def _roll(self) -> None:
+        beyond = 0 if self._ended or self.window is None else self._steps % self.window
+        self._epoch += 1
+        self._steps, self._ended, self._lr = beyond, False, {}
+
+
+# ---------------------------------------------------------------------------------------- decisions
+@dataclass(eq=False)
+class Decision(Mapping[str, Any]):
+    """One decision about a bucket, the batch size or model averaging.
+
+    A decision is also a mapping: `row["level"]` is `row.level`, and `dict(row)` has all fields.
+
+    Attributes:
+        name: name of the bucket; "(batch size)" or "(model)" for a decision about the entire model.
+        level: index of the chosen level.
+        step: number of exchanges before the decision; of small batches if an exchange has several.
+        window: number of windows that ended before the current one.
+        compressor: the chosen level as text.
+        reason: reason of the decision in a few words.
+        norm: the evidence, such as the norm of the sum of a window's gradients.
+        previous: the value with which `norm` was compared (`AdaQS`: `ratio`).
+        change: the relative change from `previous`.
+        lr: learning rate of the next step.
+        previous_lr: learning rate at the start of the window.
+        ratio: mean over standard deviation of the gradients (`AdaQS`).
+        efficiency: progress of a step relative to an uncompressed one (`Goodput`).
+        weight: weight of `efficiency` in a mean over buckets (`Goodput`).
+    """
+
+    name: str
+    level: int
+    step: int = 0
+    window: int = 0
+    compressor: str = ""
+    reason: str = ""
+    norm: float = math.nan
+    previous: float = math.nan
+    change: float = math.nan
+    lr: float = math.nan
+    previous_lr: float = math.nan
+    ratio: float = math.nan
+    efficiency: float = math.nan
+    weight: float = math.nan
+
+    def __getitem__(self, key: str) -> Any:
+        return vars(self)[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(vars(self))
+
+    def __len__(self) -> int:
+        return len(vars(self))
+
+
+def plain(decisions: Iterable[Decision]) -> list[dict[str, Any]]:
+    """Return decisions as dicts for JSON."""
+    return [dict(decision) for decision in decisions]
+
+
+def read(rows: Iterable[Mapping[str, Any]]) -> list[Decision]:
+    """Return decisions from dicts; missing fields get their defaults, unknown ones are ignored."""
+    known = {field.name for field in fields(Decision)}
+    return [Decision(**{k: v for k, v in row.items() if k in known}) for row in map(dict, rows)]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from accordion_hvd.averaging.base import Averaging
+from accordion_hvd.comm.collectives import Traffic
 from accordion_hvd.comm.recording import RecordingCommunicator, record
-from accordion_hvd.comm.traffic import Traffic
 from accordion_hvd.core.base import Compressor, ExchangeGenerator, Hosts, Info
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.ops.random import normal

@@ -12,11 +12,9 @@ import numpy as np
 from accordion_hvd import check
 from accordion_hvd.core.base import Allreduce, Compressor
 from accordion_hvd.ops import count_sketch, random
-from accordion_hvd.policies.base import Seen, agree
-from accordion_hvd.policies.critical_regimes import HIGH, LOW
-from accordion_hvd.policies.decision import Decision
+from accordion_hvd.policies.accordion import HIGH, LOW
+from accordion_hvd.policies.base import Decision, Seen, Windowed, agree
 from accordion_hvd.policies.evidence import Evidence, Reading, weight_norms
-from accordion_hvd.policies.windows import Windowed
 
 if TYPE_CHECKING:
     from accordion_hvd.engine.exchange import Exchange

@@ -8,20 +8,29 @@ policy's levels only where they are faster: for all tensors, for some, or for no
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from accordion_hvd import check
+from accordion_hvd.comm.agreement import share
+from accordion_hvd.comm.fp16_reduction import choose_by
 from accordion_hvd.compressors.dense import FP16, Dense
 from accordion_hvd.core.base import Allreduce, Compressor
-from accordion_hvd.policies.advice import Advice, Link, Option, TensorRow
+from accordion_hvd.core.observer import Observer
+from accordion_hvd.policies.cost_model import bytes_sent
 from accordion_hvd.policies.evidence import StepTimes
+
+if TYPE_CHECKING:
+    from accordion_hvd.engine.exchange import Exchange
+    from accordion_hvd.engine.step import Step
+
 
 WARM = 3  # steps before the first trial, in which caches fill and frameworks warm up
 MARGIN = 1.03  # factor by which a lossy option must be faster than a less lossy one
@@ -522,3 +531,223 @@ def probe(tensor: Any, xp: Any, ranks: int) -> Any:
     sent = 2 * (ranks - 1) / ranks * 4 * size
     transfer = max(total - latency, total / 5)  # on a fast link, latency may seem to be all
     return Link(sent / transfer, latency)
+
+
+# ---------------------------------------------------------------------------- the verdict in tables
+@dataclass(frozen=True)
+class Link:
+    """Bandwidth and latency of the link, measured with this job's collectives.
+
+    Attributes:
+        bandwidth: bytes per second that a rank sends in a large allreduce.
+        latency: duration of a small allreduce, in seconds.
+    """
+
+    bandwidth: float
+    latency: float
+
+    def __str__(self) -> str:
+        return f"link {8e-6 * self.bandwidth:.0f} Mbit/s, {1e3 * self.latency:.1f} ms"
+
+
+@dataclass(frozen=True)
+class Option:
+    """A configuration for all tensors, and its measurements.
+
+    Attributes:
+        name: "wanted", "mixed" or a fallback.
+        seconds: duration of a step; a lower bound from its bytes if the option was never tried.
+        trials: number of trials.
+        chosen: whether the gate has chosen this option.
+    """
+
+    name: str
+    seconds: float
+    trials: int
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """The costs of one bucket.
+
+    Attributes:
+        name: name of the bucket.
+        wanted: the policy's compressor.
+        work: seconds per step of encoding and decoding; 0 if they cannot be measured (in a graph).
+        sent: bytes sent per step.
+        dense: bytes sent per step without compression.
+        spares: seconds per step that compression saves in communication.
+        served: the compressor that serves the bucket.
+    """
+
+    name: str
+    wanted: str
+    work: float
+    sent: float
+    dense: float
+    spares: float
+    served: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A gate's verdict and the measurements behind it; `str()` returns the tables.
+
+    Attributes:
+        verdict: the verdict in one line.
+        link: the measured link; None before the first measurement.
+        options: the measured configurations.
+        tensors: the costs of each bucket.
+    """
+
+    verdict: str
+    link: Link | None
+    options: Sequence[Option]
+    tensors: Sequence[TensorRow]
+
+    def __str__(self) -> str:
+        if not self.options:
+            return self.verdict or "the gate has no measurements (yet); it measures on rank 0."
+        options = [["configuration", "ms per step", "trials", ""]]
+        for option in self.options:
+            bound = "" if option.trials else "over "
+            mark = "chosen" if option.chosen else ""
+            options.append(
+                [option.name, f"{bound}{1e3 * option.seconds:.1f}", str(option.trials), mark]
+            )
+        rows = [["tensor", "wanted", "work ms", "spares ms", "kB sent", "kB dense", "served by"]]
+        for row in self.tensors:
+            times = [f"{1e3 * seconds:.2f}" for seconds in (row.work, row.spares)]
+            sizes = [f"{size / 1e3:.1f}" for size in (row.sent, row.dense)]
+            rows.append([row.name, row.wanted, *times, *sizes, row.served])
+        return "\n".join([self.verdict, "", *_table(options), "", *_table(rows)])
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w)
+                  for i, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip()
+        for row in rows
+    ]  # fmt: skip
+
+
+# --------------------------------------------------------------------------- the observer of a gate
+logger = logging.getLogger(__name__)
+
+PROBE = 1 << 18
+"""Elements of the tensor that measures the link."""
+
+
+class Gating(Observer):
+    """Connects a gate to an exchange."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+        self._totals: dict[str, tuple[float, float, int]] = {}  # bucket -> seconds, bytes, steps
+        self._bytes: dict[str, dict[str, float]] = {}  # bucket -> fallback -> bytes
+        self._weight = 1
+
+    def due(self, exchange: Exchange) -> bool:
+        """Return `Gate.due`. If the batch size has changed, old measurements are void: restart."""
+        weight = exchange.policy.observers.weight
+        if weight != self._weight:
+            self._weight = weight
+            self.gate.restart()
+        self.gate.tick(exchange.steps)
+        return self.gate.due(exchange.steps, wanted(exchange))
+
+    def decide(self, exchange: Exchange) -> Generator[Any, Any, None]:
+        """Measure the link if the gate needs it, let rank 0 decide, and apply the decision."""
+        gate, communicator = self.gate, exchange.communicator
+        levels, link = wanted(exchange), None
+        if gate.probes(levels):
+            vector = exchange.xp.zeros((PROBE,), "float32", exchange.device)
+            began = time.perf_counter()
+            link = yield from probe(vector, exchange.xp, communicator.size)
+            gate.trial_seconds += time.perf_counter() - began
+            if gate.fp16_reduction:
+                yield from choose_by(link.bandwidth, communicator, exchange.device)
+        decision = None
+        if communicator.rank == 0:
+            measured = names(exchange), self._costs(exchange), link, startup(exchange)
+            decision = gate.decide(exchange.steps, levels, *measured)
+        decision = yield from share(communicator, decision, exchange.device)
+        if gate.apply(decision, levels) and decision["verdict"] and communicator.rank == 0:
+            logger.info("%s", decision["verdict"])
+        self._totals.clear()
+
+    @property
+    def measures(self) -> bool:  # type: ignore[override]
+        return self.gate.measuring
+
+    def closed(self, exchange: Exchange, step: Step) -> None:
+        """Add the seconds and bytes of a step's calls to the totals, after the start-up steps."""
+        if not step.measuring or startup(exchange):
+            return
+        for index, batch in enumerate(exchange.layout.batches):
+            buckets = [entry.bucket for entry in batch.entries]
+            size = max(sum(bucket.size for bucket in buckets), 1)
+            for bucket in buckets:
+                seconds, sent, steps = self._totals.get(bucket.name, (0.0, 0.0, 0))
+                part = bucket.size / size
+                seconds += part * step.spent(index)[0]
+                sent += part * step.spent(index)[1]
+                self._totals[bucket.name] = (seconds, sent, steps + 1)
+
+    def _costs(self, exchange: Exchange) -> dict[str, Cost]:
+        """Return the mean cost per step of each bucket since the last decision."""
+        ranks, costs = exchange.communicator.size, {}
+        for entry in _compressed(exchange):
+            seconds, sent, steps = self._totals.get(entry.bucket.name, (0.0, 0.0, 1))
+            dense = 2 * (ranks - 1) / ranks * entry.bucket.dense_bytes
+            fallbacks = self._fallbacks(entry.bucket, ranks)
+            costs[entry.bucket.name] = Cost(seconds / steps, sent / steps, dense, fallbacks)
+        return costs
+
+    def _fallbacks(self, bucket: Any, ranks: int) -> dict[str, float]:
+        """Return the bytes of each lossy fallback for a bucket, computed once.
+
+        Those of other fallbacks follow from the size; to compute them would take as much memory.
+        """
+        if bucket.name not in self._bytes:
+            self._bytes[bucket.name] = {
+                repr(fallback): bytes_sent(fallback, bucket.shape, bucket.dtype, ranks)
+                for fallback in self.gate.fallbacks
+                if is_lossy(fallback)
+            }
+        return self._bytes[bucket.name]
+
+    def advice(self, exchange: Exchange) -> Advice:
+        return self.gate.advice(names(exchange))
+
+
+def wanted(exchange: Exchange) -> dict[str, int]:
+    """Return bucket -> the level that the policy wants."""
+    buckets = (entry.bucket.name for entry in _compressed(exchange))
+    return {name: exchange.policy.level(name) for name in buckets}
+
+
+def names(exchange: Exchange) -> dict[str, str]:
+    """Return bucket -> the compressor that the policy wants, as text."""
+    levels = exchange.policy.levels
+    return {name: repr(levels(name)[level]) for name, level in wanted(exchange).items()}
+
+
+def startup(exchange: Exchange) -> int:
+    """Return the start-up steps left for the wanted compressors; see `Compressor.startup_steps`."""
+    levels, left = wanted(exchange), [0]
+    for entry in _compressed(exchange):
+        level = levels[entry.bucket.name]
+        served = (
+            exchange.counted - entry.served_from
+            if entry.level == level
+            else entry.served_by_level.get(level, 0)
+        )
+        left.append(entry.levels[level].startup_steps - served)
+    return max(left)
+
+
+def _compressed(exchange: Exchange) -> list[Any]:
+    return [entry for entry in exchange.bucket_states if entry.bucket.compress]

@@ -9,8 +9,7 @@ from accordion_hvd import check
 from accordion_hvd.compressors.dense import Dense
 from accordion_hvd.compressors.scalecom import ScaleCom
 from accordion_hvd.core.base import Compressor
-from accordion_hvd.policies.base import Seen
-from accordion_hvd.policies.decision import Decision
+from accordion_hvd.policies.base import Decision, Seen
 from accordion_hvd.policies.fixed import StepSchedule
 
 LARGE_BATCH_BETA = 0.1

@@ -5,8 +5,13 @@
 examples. `privacy.torch` and `privacy.tensorflow` compute the gradients of single examples.
 """
 
-from accordion_hvd.privacy.budget import BudgetSpent, PrivacyBudget, Release, multiplier_for
-from accordion_hvd.privacy.sampling import PoissonSampler
+from accordion_hvd.privacy.budget import (
+    BudgetSpent,
+    PoissonSampler,
+    PrivacyBudget,
+    Release,
+    multiplier_for,
+)
 from accordion_hvd.privacy.topagg import TopAgg
 
 __all__ = ["BudgetSpent", "PoissonSampler", "PrivacyBudget", "Release", "TopAgg", "multiplier_for"]

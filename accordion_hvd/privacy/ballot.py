@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from accordion_hvd import check
 from accordion_hvd.comm.agreement import require_agreement
+from accordion_hvd.comm.collectives import Traffic
 from accordion_hvd.comm.communicator import Communicator
-from accordion_hvd.comm.traffic import Traffic
 from accordion_hvd.core.base import Info, Tensor
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.exchange import Exchange

@@ -1,7 +1,7 @@
-"""Simulation of ranks without a network: in one process, or in virtual time.
+"""Simulation of ranks without a network.
 
-`one_process` exchanges gradients between ranks in one process. `virtual_time` trains small models
-with averaging methods, in virtual time. `job` computes the time of whole jobs without training.
+`one_process` exchanges gradients between ranks in one process, and `job` computes the time of whole
+jobs without training.
 """
 
 from accordion_hvd.simulation.compute_times import (
@@ -11,8 +11,7 @@ from accordion_hvd.simulation.compute_times import (
     Throughput,
     Traced,
 )
-from accordion_hvd.simulation.failures import Failures
-from accordion_hvd.simulation.job import JobOutcome, simulate_job
+from accordion_hvd.simulation.job import Failures, JobOutcome, simulate_job
 from accordion_hvd.simulation.links import Link
 from accordion_hvd.simulation.one_process import World, simulate
 

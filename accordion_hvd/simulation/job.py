@@ -15,7 +15,8 @@ Computation and links are modelled.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,21 +27,21 @@ from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.core.placement import consecutive
 from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.ops.spec import ITEMSIZE
-from accordion_hvd.policies.decision import Decision
+from accordion_hvd.policies.base import Decision
 from accordion_hvd.resolve import resolve
-from accordion_hvd.simulation.averaging_programs import AveragingPrograms
-from accordion_hvd.simulation.clocks import PARTS, Clocks, Times
 from accordion_hvd.simulation.compute_times import Constant, Throughput
-from accordion_hvd.simulation.failures import Failure, Failures
-from accordion_hvd.simulation.gradient_programs import (
+from accordion_hvd.simulation.links import Link, Prices
+from accordion_hvd.simulation.programs import (
+    AveragingPrograms,
+    FusionGroup,
     GradientPrograms,
     Gradients,
+    Program,
+    Round,
     Series,
     check_policy,
     falling_norms,
 )
-from accordion_hvd.simulation.links import Link, Prices
-from accordion_hvd.simulation.programs import Program
 
 Array = np.ndarray
 
@@ -109,9 +110,8 @@ def simulate_job(
         model: shape of each parameter by name, in the order of the layers. Gradients become ready
             in reverse order.
         compression: compressor, policy, averaging method or spec string, as in
-            `DistributedOptimizer(compression=)`. Groups of `WAGMA` wait for late ranks (see
-            `simulation.virtual_time` for wait-avoiding groups). Gates are refused, since they
-            measure real time.
+            `DistributedOptimizer(compression=)`. Groups of `WAGMA` wait for late ranks. Gates
+            are refused, since they measure real time.
         ranks: number of ranks.
         steps: number of optimizer steps.
         link: the link of each host; by default `Link()`, with one rank per host.
@@ -346,3 +346,178 @@ def _changes(levels: Sequence[dict[str, str]]) -> list[tuple[int, dict[str, str]
     """Return the steps before which the levels changed, and the new levels."""
     pairs = zip([None, *levels[:-1]], levels, strict=True)
     return [(step, new) for step, (old, new) in enumerate(pairs) if new != old]
+
+
+# -------------------------------------------------------------------------- the clocks of all ranks
+PARTS = ("compute", "encode", "decode", "exposed", "idle")
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one step.
+
+    Attributes:
+        seconds: seconds by which the latest clock advanced.
+        parts: mean seconds over the ranks, by the names in `PARTS`.
+    """
+
+    seconds: float
+    parts: dict[str, float]
+
+
+class Clocks:
+    """The clocks of all ranks, in seconds.
+
+    A rank has a training thread, which computes, encodes and decodes, and a link, which carries one
+    operation after the other. The first requests of a fusion group are launched as soon as its
+    gradients are encoded. Later requests follow when the backward pass has ended and the first
+    requests of all groups have been answered, as in `engine.step`.
+
+    Args:
+        backward: part of the compute time that is the backward pass.
+        overlap: whether requests are launched during the backward pass.
+        speeds: relative speed of each rank, by which compute, encode and decode times are divided.
+
+    Attributes:
+        now: time of each rank's training thread.
+    """
+
+    def __init__(
+        self, prices: Prices, ranks: int, backward: float, overlap: bool, speeds: Array
+    ) -> None:
+        self._prices, self._ranks, self._slowness = prices, ranks, 1 / speeds
+        self._backward, self._overlap = backward, overlap
+        self.now = np.zeros(ranks)
+        self._free = np.zeros(ranks)  # when the link of each rank is free
+
+    def restart(self, now: float) -> None:
+        self.now, self._free = np.full(self._ranks, now), np.full(self._ranks, now)
+
+    @property
+    def latest(self) -> float:
+        return float(self.now.max())
+
+    def pause(self, seconds: float) -> None:
+        """Advance all clocks by `seconds`, in which no rank computes."""
+        if seconds:
+            self.now, self._free = self.now + seconds, self._free + seconds
+
+    def advance(self, program: Program, compute: Array) -> Times:
+        """Advance all clocks by a step; `compute`: seconds for a small batch at speed 1."""
+        begin, own = self.now, compute * self._slowness
+        now = self._operations(program.decisions, begin)
+        backward = self._backward * own
+        forward = now + program.batches * own - backward
+        thread = forward + backward + program.encode * self._slowness
+        waiting: deque[tuple[FusionGroup[Round], int, Array]] = deque()
+        latest = thread
+        for group in program.groups:
+            ready = forward + group.ready * backward + group.encode * self._slowness
+            done = self._operations(group.rounds[0], ready if self._overlap else thread)
+            latest = np.maximum(latest, done)
+            waiting.append((group, 0, done))
+        thread = latest if program.groups else thread
+        decode = 0.0
+        while waiting:
+            group, number, done = waiting.popleft()
+            thread = np.maximum(thread, done) + group.decode[number] * self._slowness
+            decode += group.decode[number]
+            if number + 1 < len(group.rounds):
+                done = self._operations(group.rounds[number + 1], thread)
+                waiting.append((group, number + 1, done))
+        self.now = thread
+        return self._times(program, begin, program.batches * own, decode)
+
+    def _operations(self, round_: Round, ready: Array) -> Array:
+        """Run the operations that are launched together; return when each rank has the results."""
+        for collective in round_:
+            start = collective.members.latest(np.maximum(ready, self._free))
+            seconds = self._prices.seconds(collective.operation, collective.members)
+            self._free = np.broadcast_to(start + seconds, ready.shape)
+        return self._free if round_ else ready
+
+    def _times(self, program: Program, begin: Array, compute: Array, decode: float) -> Times:
+        """Return the step's seconds and their parts.
+
+        A rank waits for the operations as long as the rank that waits least for them; the rest of
+        its wait is idle time, in which it waits for slower ranks.
+        """
+        work = compute, program.encode * self._slowness, decode * self._slowness
+        waited = self.now - begin - sum(work)
+        exposed = np.broadcast_to(program.together.least(waited), waited.shape)
+        parts = (*work, exposed, waited - exposed)
+        seconds = float(self.now.max() - begin.max())
+        return Times(seconds, {k: float(np.mean(v)) for k, v in zip(PARTS, parts, strict=True)})
+
+
+# ----------------------------------------------------------------------------------------- failures
+@dataclass(frozen=True)
+class Failures:
+    """When hosts fail, and the cost of a failure.
+
+    A failure ends all ranks' current step. The job detects it, starts again after the restart, and
+    repeats the steps since the last commit (a checkpoint, or `state.commit()` of an elastic job).
+    A failure during detection or restart begins both anew.
+
+    Args:
+        mean: mean seconds between failures of the job, which are exponentially distributed; None
+            for no random failures.
+        times: seconds at which the job fails, if `mean` is None.
+        detection: seconds until the job notices a failure.
+        restart: seconds until training continues after that.
+        commit_every: steps between commits, at least 1.
+        commit: seconds that a commit takes.
+        elastic: whether the job continues without the ranks of the host that failed. Otherwise it
+            continues with as many ranks as before.
+    """
+
+    mean: float | None = None
+    times: Sequence[float] = ()
+    detection: float = 30.0
+    restart: float = 120.0
+    commit_every: int = 100
+    commit: float = 0.0
+    elastic: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("detection", "restart", "commit"):
+            check.at_least(self, name, getattr(self, name), least=0)
+        check.integer(self, "commit_every", self.commit_every, least=1)
+        if self.mean is not None and not (check.is_number(self.mean) and self.mean > 0):
+            check.refuse(self, "mean", self.mean, "a number above 0, or None")
+        if self.mean is not None and self.times:
+            check.refuse(self, "times", self.times, "() if mean is given")
+        if list(self.times) != sorted(self.times):
+            check.refuse(self, "times", self.times, "in ascending order")
+
+    def draw(self, seed: int) -> Iterator[tuple[float, float]]:
+        """Yield (time, place) of each failure; the host is number floor(place * hosts)."""
+        rng, now = np.random.default_rng([seed, 1]), 0.0
+        if self.mean is None:
+            for time in self.times:
+                yield float(time), rng.random()
+        while self.mean is not None:
+            now += rng.exponential(self.mean)
+            yield now, rng.random()
+        yield math.inf, 0.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A failure that has happened.
+
+    Attributes:
+        time: seconds since the start of the job.
+        hosts: numbers of the hosts that failed; several if one failed during the restart.
+        lost_steps: complete steps that were lost.
+        lost: seconds since the last commit, whose work was lost.
+        down: seconds from the failure to the first step after it.
+        ranks: number of ranks afterwards.
+    """
+
+    time: float
+    hosts: tuple[int, ...]
+    lost_steps: int
+    lost: float
+    down: float
+    ranks: int

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd import check
-from accordion_hvd.comm import reference
+from accordion_hvd.comm import local
 from accordion_hvd.comm.collectives import Group
 from accordion_hvd.comm.communicator import Communicator, Pending
 from accordion_hvd.core.base import Compressor, Hosts, Tensor
@@ -32,7 +32,7 @@ from accordion_hvd.engine.gain import of_sgd
 from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.ops import namespace
 from accordion_hvd.policies import Policy
-from accordion_hvd.policies.alternation import Alternation
+from accordion_hvd.policies.accordion import Alternation
 from accordion_hvd.policies.privacy_accountant import per_sample
 from accordion_hvd.resolve import as_policy
 
@@ -90,7 +90,7 @@ class SimulatedCommunicator(Communicator):
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
         def combine(parts: list[list[Tensor]]) -> list[Tensor]:
-            return [reference.reduce(self.xp, same, op) for same in zip(*parts, strict=True)]
+            return [local.reduce(self.xp, same, op) for same in zip(*parts, strict=True)]
 
         return self._put(name, group, [self.xp.copy(x) for x in tensors], combine)
 
@@ -110,7 +110,7 @@ class SimulatedCommunicator(Communicator):
     ) -> Any:
         members = self.hub.members(group)
         place = members.index(self.rank)
-        pieces = reference.deal(self.xp, self.xp.copy(tensor), len(members), splits)
+        pieces = local.deal(self.xp, self.xp.copy(tensor), len(members), splits)
 
         def combine(parts: list[list[Tensor]]) -> Any:
             mine = [part[place] for part in parts]
@@ -158,10 +158,10 @@ class World:
     ) -> None:
         self._policies = [copy.deepcopy(as_policy(compression)) for _ in range(ranks)]
         if any(policy.target != "gradient" for policy in self._policies):
-            allowed = "one whose target is the gradient; for others, see simulation.virtual_time"
+            allowed = "one whose target is the gradient; `simulate_job` takes others"
             check.refuse("simulate", "compression", compression, allowed)
         if self._policies[0].observers.find(Alternation) is not None:
-            allowed = "one that never averages models; for others, see simulation.virtual_time"
+            allowed = "one that never averages models; `simulate_job` takes others"
             check.refuse("simulate", "compression", compression, allowed)
         self._hub, self._skip = Hub(ranks, consecutive(ranks, local_size)), skip
         self._gain = gain or (lambda name: of_sgd(momentum))

@@ -21,12 +21,19 @@ from accordion_hvd.engine.layout import TensorInfo, drifting
 from accordion_hvd.engine.membership import Gather, Group
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policies import Policy
-from accordion_hvd.policies.alternation import Alternation
+from accordion_hvd.policies.accordion import Alternation
 from accordion_hvd.policies.privacy_accountant import PrivacyAccountant, per_sample
 from accordion_hvd.tensorflow import validation
 from accordion_hvd.tensorflow.exchange import TensorFlowExchange
-from accordion_hvd.tensorflow.graph import call_back, few_threads, in_turn
-from accordion_hvd.tensorflow.variables import describe, key_of, multiplied, references
+from accordion_hvd.tensorflow.variables import (
+    call_back,
+    describe,
+    few_threads,
+    in_turn,
+    key_of,
+    multiplied,
+    references,
+)
 
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
 Rate = Callable[[], Any]

@@ -17,10 +17,17 @@ from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.engine.model_averager import ModelAverager, Parameters
 from accordion_hvd.ops import tensorflow as xp
-from accordion_hvd.policies.alternation import Alternation
+from accordion_hvd.policies.accordion import Alternation
 from accordion_hvd.tensorflow import validation
-from accordion_hvd.tensorflow.graph import call_back, few_threads, when
-from accordion_hvd.tensorflow.variables import create, describe, key_of, plain
+from accordion_hvd.tensorflow.variables import (
+    call_back,
+    create,
+    describe,
+    few_threads,
+    key_of,
+    plain,
+    when,
+)
 
 
 class Variables(Parameters):

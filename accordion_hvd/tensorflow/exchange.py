@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from accordion_hvd.comm import timeouts
-from accordion_hvd.comm.traffic import Traffic
+from accordion_hvd.comm.collectives import Traffic
 from accordion_hvd.core.base import Info, State, Tensor
 from accordion_hvd.core.observer import Observer
 from accordion_hvd.engine.exchange import Exchange

@@ -30,7 +30,7 @@ from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.engine.model_averager import ModelAverager, Parameters
 from accordion_hvd.ops import torch as xp
-from accordion_hvd.policies.alternation import Alternation
+from accordion_hvd.policies.accordion import Alternation
 from accordion_hvd.torch import engines
 from accordion_hvd.validate import OWNER
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from accordion_hvd.comm.agreement import started_by_horovod, started_by_mpi
 from accordion_hvd.comm.communicator import Communicator
-from accordion_hvd.comm.launcher import started_by_horovod, started_by_mpi
 from accordion_hvd.comm.local import LocalCommunicator
 from accordion_hvd.comm.torch_distributed import interface as _torch
 from accordion_hvd.comm.torch_distributed import process_sets as _torch_sets
@@ -129,7 +129,7 @@ def start_horovod(init: Callable[[], Any]) -> Any:
     """Start Horovod by a function; process sets can be added later if that costs nothing."""
     adapter = _horovod()
     adapter.process_sets.let_add()
-    return adapter.connections.start(init)
+    return adapter.tcp.start(init)
 
 
 def _torch_connects() -> bool:

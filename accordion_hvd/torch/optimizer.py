@@ -18,7 +18,7 @@ from accordion_hvd.comm.communicator import ProcessSet
 from accordion_hvd.engine.controls import Controls
 from accordion_hvd.engine.guard import Guard, Mode
 from accordion_hvd.engine.ledger import LedgerOption, as_ledger
-from accordion_hvd.policies.alternation import Alternation
+from accordion_hvd.policies.accordion import Alternation
 from accordion_hvd.resolve import Compression, Resolved, is_ours, resolve
 from accordion_hvd.torch import averaging, engines, validation
 from accordion_hvd.torch.engines import hvd

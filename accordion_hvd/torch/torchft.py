@@ -42,8 +42,7 @@ import torch
 from accordion_hvd import check
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.comm.local import LocalCommunicator
-from accordion_hvd.comm.torch_distributed.communicator import ConnectionLost
-from accordion_hvd.comm.torch_distributed.quorum import QuorumCommunicator
+from accordion_hvd.comm.torch_distributed.communicator import ConnectionLost, QuorumCommunicator
 from accordion_hvd.core.base import Allgather, ExchangeGenerator
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.membership import Group, Part

@@ -18,7 +18,7 @@ from accordion_hvd import DPSGD, WAGMA, LocalSGD, check
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.simulation.compute_times import Constant, LogNormal, Stragglers, Traced
 from accordion_hvd.simulation.links import Link
-from accordion_hvd.simulation.virtual_time import Outcome, train
+from benchmarks.averaging.virtual_time import Outcome, train
 from examples.command_line import read_options
 from examples.pictures import figure
 from examples.tables import as_markdown

@@ -20,11 +20,11 @@ import pandas as pd
 from accordion_hvd import WAGMA, LocalSGD
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.averaging.groups import Groups
-from accordion_hvd.engine.reduce_scatter import factors
+from accordion_hvd.engine.group_protocol import factors
 from accordion_hvd.engine.wait_avoiding import WaitAvoiding
 from accordion_hvd.simulation.compute_times import Stragglers
 from accordion_hvd.simulation.links import Link
-from accordion_hvd.simulation.virtual_time import train
+from benchmarks.averaging.virtual_time import train
 from benchmarks.report import digits, spread
 from examples.tables import format_table
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd import WAGMA, Accordion, Ledger, LocalSGD, TopK
-from accordion_hvd.engine.ledger.sinks import JsonLines, Sink
-from accordion_hvd.engine.ledger.trackers import Tracker
+from accordion_hvd.engine.ledger.sinks import JsonLines, Sink, Tracker
 from benchmarks.faults.cases import STEPS
 from benchmarks.faults.rank import Rank
 

@@ -16,9 +16,9 @@ from accordion_hvd.simulation.prediction import (
     Cluster,
     Engine,
     Prediction,
+    RehearsedStep,
     predict,
 )
-from accordion_hvd.simulation.rehearsal import RehearsedStep
 from accordion_hvd.tools.plan import table
 from accordion_hvd.tools.plan.model import Model, companions, measure
 from accordion_hvd.tools.text import parse_rate, parse_time

@@ -11,10 +11,8 @@ import numpy as np
 from accordion_hvd import Accordion, Dense, Displacement, Fixed, StepSchedule, parse
 from accordion_hvd.core.base import Compressor
 from accordion_hvd.policies import Policy
-from accordion_hvd.policies.base import Seen, agree
-from accordion_hvd.policies.critical_regimes import HIGH, LOW
-from accordion_hvd.policies.decision import Decision
-from accordion_hvd.policies.windows import Windowed
+from accordion_hvd.policies.accordion import HIGH, LOW
+from accordion_hvd.policies.base import Decision, Seen, Windowed, agree
 from benchmarks.regimes.studies import Study
 
 TIGHT = 0.02

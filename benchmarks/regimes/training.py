@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from accordion_hvd import simulate
-from accordion_hvd.policies.critical_regimes import LOW
+from accordion_hvd.policies.accordion import LOW
 from accordion_hvd.simulation.one_process import World
 from accordion_hvd.torch.reducer import gain_of
 from benchmarks.regimes.methods import BATCHES, METHODS, Plan

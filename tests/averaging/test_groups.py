@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accordion_hvd.averaging.groups import Groups, default_size, steps_needed
-from accordion_hvd.engine import reduce_scatter
+from accordion_hvd.engine import group_protocol
 
 POWERS = [(2**d, 2**s) for d in range(1, 8) for s in range(1, d + 1)]
 
@@ -100,7 +100,7 @@ def add_up(vectors: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
     count, size = len(vectors), vectors[0].size
     results = [np.full(size, np.nan) for _ in vectors]
     generators = [
-        reduce_scatter.total(vectors[i], results[i], np.empty(size + count), i, count)
+        group_protocol.total(vectors[i], results[i], np.empty(size + count), i, count)
         for i in range(count)
     ]
     sent = 0
@@ -128,7 +128,7 @@ def test_sums_are_those_of_the_oracle(count: int, size: int) -> None:
     vectors = [rng.normal(size=size) for _ in range(count)]
     before = [vector.copy() for vector in vectors]
     results, sent = add_up(vectors)
-    expected = reduce_scatter.oracle(vectors)
+    expected = group_protocol.oracle(vectors)
     assert all((result == expected).all() for result in results), "bit for bit, all alike"
     assert all((a == b).all() for a, b in zip(vectors, before, strict=True)), "only read"
     np.testing.assert_allclose(expected, np.sum(vectors, 0), rtol=1e-12, atol=1e-12)
@@ -138,13 +138,13 @@ def test_sums_are_those_of_the_oracle(count: int, size: int) -> None:
 
 def test_groups_of_up_to_eight_exchange_directly() -> None:
     known = {1: (), 2: (2,), 8: (8,), 9: (3, 3), 12: (6, 2), 16: (8, 2), 17: (17,), 34: (2, 17)}
-    assert {count: reduce_scatter.factors(count) for count in known} == known
+    assert {count: group_protocol.factors(count) for count in known} == known
     assert all(
-        np.prod(reduce_scatter.factors(count), initial=1) == count for count in range(1, 200)
+        np.prod(group_protocol.factors(count), initial=1) == count for count in range(1, 200)
     )
 
 
 def test_members_are_added_in_their_order() -> None:
     rng = np.random.default_rng(0)
     a, b, c, d = (rng.normal(size=50) for _ in range(4))
-    assert (reduce_scatter.oracle([a, b, c, d]) == ((a + b) + c) + d).all()
+    assert (group_protocol.oracle([a, b, c, d]) == ((a + b) + c) + d).all()

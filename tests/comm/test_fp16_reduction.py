@@ -10,8 +10,8 @@ import pytest
 
 from accordion_hvd import FP16, Accordion, Dense, Fixed, Goodput, PowerSGD, TwoLevel
 from accordion_hvd.comm import fp16_reduction
+from accordion_hvd.comm.collectives import Traffic
 from accordion_hvd.comm.local import LocalCommunicator
-from accordion_hvd.comm.traffic import Traffic
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.policies import Policy
 

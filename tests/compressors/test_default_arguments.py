@@ -35,7 +35,7 @@ from accordion_hvd import (
 )
 from accordion_hvd.optimizers import OnebitAdam
 from accordion_hvd.policies import Gate, Policy, WarmUp
-from accordion_hvd.policies.critical_regimes import HIGH
+from accordion_hvd.policies.accordion import HIGH
 
 pytest.importorskip("sklearn")
 RANKS, BATCH, EPOCH, EPOCHS = 2, 32, 10, 24

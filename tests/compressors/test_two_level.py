@@ -29,7 +29,7 @@ from accordion_hvd import (
     parse,
     simulate,
 )
-from accordion_hvd.comm.hosts import VARIABLE, discover_hosts
+from accordion_hvd.comm.agreement import VARIABLE, discover_hosts
 from accordion_hvd.compressors.two_level import slice_shape
 from accordion_hvd.core.placement import consecutive, groups, place
 from accordion_hvd.engine import checkpoint

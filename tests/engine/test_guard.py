@@ -10,7 +10,7 @@ import pytest
 from frameworks import NUMPY, Framework, parameters
 
 from accordion_hvd import PowerSGD, TopK, simulate
-from accordion_hvd.comm import reference
+from accordion_hvd.comm import local
 from accordion_hvd.comm.agreement import explain_disagreement, gather
 from accordion_hvd.core.running import drive
 from accordion_hvd.engine.exchange import Exchange
@@ -173,7 +173,7 @@ def test_equal_plans_pass_when_the_mean_is_rounded(
     def reduce(xp: Any, parts: list[np.ndarray], op: str) -> np.ndarray:
         return sum(parts[1:], parts[0]) * np.float32(1 / len(parts))
 
-    monkeypatch.setattr(reference, "reduce", reduce)
+    monkeypatch.setattr(local, "reduce", reduce)
     for name in map(str, range(20)):  # each name gives another number of the plan
         hub = Hub(ranks)
         tensors = [TensorInfo(name, (40, 50), "float32")]

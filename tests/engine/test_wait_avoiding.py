@@ -14,8 +14,7 @@ from averages import problems, replay
 
 from accordion_hvd.averaging.groups import Groups
 from accordion_hvd.engine import group_protocol as agents
-from accordion_hvd.engine.group_protocol import Activation, GroupProtocol, GroupRound
-from accordion_hvd.engine.reduce_scatter import oracle
+from accordion_hvd.engine.group_protocol import Activation, GroupProtocol, GroupRound, oracle
 
 SIZE = 3  # elements of a model
 

@@ -69,7 +69,7 @@ from accordion_hvd.engine.ledger.ledger import SUMS
 from accordion_hvd.engine.ledger.series import PARTS
 from accordion_hvd.engine.ledger.summary import summarize
 from accordion_hvd.ops import namespace
-from accordion_hvd.policies import windows
+from accordion_hvd.policies import base
 from accordion_hvd.simulation.one_process import World
 
 Arrays = Mapping[str, np.ndarray]
@@ -795,13 +795,13 @@ def check_the_first_window_may_have_any_length(a: Adapter) -> None:
     """A long window without an end gives one warning; `end_window()` then ends it."""
     policy = Accordion(low=Dense(), high=TopK(0.1), threshold=9.0, interval=1)
     job = a.job(policy, guard="off")
-    patience, windows.PATIENCE = windows.PATIENCE, 3
+    patience, base.PATIENCE = base.PATIENCE, 3
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             train(a, job, 8)
     finally:
-        windows.PATIENCE = patience
+        base.PATIENCE = patience
     assert len([w for w in caught if "end_window" in str(w.message)]) == 1, caught
     for _ in range(2):
         job.optimizer.end_window()

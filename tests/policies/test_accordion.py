@@ -45,8 +45,8 @@ from accordion_hvd import (
 from accordion_hvd.compressors.autoencoder import Autoencoder
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.layout import TensorInfo
-from accordion_hvd.policies.critical_regimes import CHANGED, HIGH, LOW
-from accordion_hvd.policies.windows import PATIENCE
+from accordion_hvd.policies.accordion import CHANGED, HIGH, LOW
+from accordion_hvd.policies.base import PATIENCE
 from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, World
 
 MILD, STRONG = PowerSGD(4), PowerSGD(1)

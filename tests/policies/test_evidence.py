@@ -15,10 +15,8 @@ from frameworks import NUMPY, Framework, parameters
 from accordion_hvd import QSGD, Accordion, Dense, PowerSGD, TopK, namespace, simulate
 from accordion_hvd.engine import layout
 from accordion_hvd.ops.spec import FOLDS, Spec
-from accordion_hvd.policies import efficiency
-from accordion_hvd.policies.base import Seen
-from accordion_hvd.policies.decision import Decision
-from accordion_hvd.policies.efficiency import FEW, SAMPLE, Efficiency, EfficiencyWeights
+from accordion_hvd.policies import goodput
+from accordion_hvd.policies.base import Decision, Seen, Windowed
 from accordion_hvd.policies.evidence import (
     SKETCHED,
     CompressionError,
@@ -27,7 +25,7 @@ from accordion_hvd.policies.evidence import (
     Step,
     StepTimes,
 )
-from accordion_hvd.policies.windows import Windowed
+from accordion_hvd.policies.goodput import FEW, SAMPLE, Efficiency, EfficiencyWeights
 from examples import simulated_training
 from examples.config import Settings
 from examples.data.digits import load_digits
@@ -356,7 +354,7 @@ def test_unequal_shards_do_not_make_a_lossless_level_inefficient(
         return world.exchanges[0].policy.given[0][Efficiency.key]["w"]
 
     assert measured() == pytest.approx(1.0, abs=0.02)
-    monkeypatch.setattr(efficiency, "_inequality", lambda *sums: 0.0)
+    monkeypatch.setattr(goodput, "_inequality", lambda *sums: 0.0)
     assert measured() < 0.6 or apart == 0.0
 
 

@@ -15,9 +15,8 @@ from frameworks import Framework, parameters
 from accordion_hvd import FP16, Dense, Fixed, Goodput, PowerSGD, TopK, parse, simulate
 from accordion_hvd.policies import gate as gates
 from accordion_hvd.policies.displacement import RelativeResidual
-from accordion_hvd.policies.efficiency import Efficiency, EfficiencyWeights
 from accordion_hvd.policies.gate import Cost, Gate, Link
-from accordion_hvd.policies.goodput import FIRST_TRIAL, LEAST
+from accordion_hvd.policies.goodput import FIRST_TRIAL, LEAST, Efficiency, EfficiencyWeights
 
 LADDER = (Dense(), FP16(), PowerSGD(4), PowerSGD(1))
 DENSE, HALF, MILD, STRONG = range(4)

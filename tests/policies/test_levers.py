@@ -36,11 +36,8 @@ from accordion_hvd import (
 )
 from accordion_hvd.core.base import Info
 from accordion_hvd.optimizers import OnebitAdam
-from accordion_hvd.policies.alternation import MODEL
-from accordion_hvd.policies.batch_growth import BATCH
-from accordion_hvd.policies.byte_budget import OVER, affordable
+from accordion_hvd.policies.accordion import BATCH, HIGH, LOW, MODEL, OVER, affordable
 from accordion_hvd.policies.cost_model import averaging_share, bytes_sent
-from accordion_hvd.policies.critical_regimes import HIGH, LOW
 from accordion_hvd.resolve import staged
 from accordion_hvd.simulation.one_process import World
 

@@ -17,7 +17,7 @@ from laws import SHAPE, step
 
 from accordion_hvd import AdaQS, Dense, Policy, PowerSGD, StepSchedule, TopK, parse, simulate
 from accordion_hvd.policies.adaqs import FELL, FIRST, MILDEST, STEADY, UNKNOWN
-from accordion_hvd.policies.windows import PATIENCE
+from accordion_hvd.policies.base import PATIENCE
 from accordion_hvd.simulation.one_process import World
 
 LADDER = [PowerSGD(1), PowerSGD(2), PowerSGD(4)]

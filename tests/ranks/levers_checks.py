@@ -13,7 +13,7 @@ from harness import raises
 
 import accordion_hvd.torch as hvd
 from accordion_hvd import Accordion, Dense, PowerSGD, TopK
-from accordion_hvd.policies.batch_growth import BATCH
+from accordion_hvd.policies.accordion import BATCH
 
 INIT = hvd.init
 LR, SMALL, RATIO, WINDOW = 0.02, 8, 4, 8

@@ -14,7 +14,7 @@ from harness import raises, some
 import accordion_hvd.tensorflow as hvdtf
 import accordion_hvd.tensorflow.keras as hvd
 from accordion_hvd import Accordion, Dense, LocalSGD, TopK
-from accordion_hvd.policies.batch_growth import BATCH
+from accordion_hvd.policies.accordion import BATCH
 
 INIT = hvd.init
 LR, SMALL, RATIO, EPOCHS, STEPS = 0.01, 8, 4, 4, 8

@@ -14,7 +14,7 @@ from models_oracle import LR, MOMENTUM, PERIOD, SYNCHRONOUS, Oracle, centre, pol
 
 import accordion_hvd.torch as hvd
 from accordion_hvd import DPSGD, WAGMA, Accordion, Dense, DiLoCo, LocalSGD, TopK
-from accordion_hvd.policies.alternation import MODEL
+from accordion_hvd.policies.accordion import MODEL
 
 INIT = hvd.init
 

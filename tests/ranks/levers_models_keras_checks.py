@@ -15,7 +15,7 @@ from models_oracle import LR, MOMENTUM, PERIOD, SIZE, Oracle, centre, policy, ra
 import accordion_hvd.tensorflow as hvdtf
 import accordion_hvd.tensorflow.keras as hvd
 from accordion_hvd import DPSGD, WAGMA, Accordion, Dense, DiLoCo, LocalSGD, TopK
-from accordion_hvd.policies.alternation import MODEL
+from accordion_hvd.policies.accordion import MODEL
 
 INIT = hvd.init
 STEPS = 60

@@ -38,8 +38,8 @@ from accordion_hvd.simulation import (
     simulate,
     simulate_job,
 )
-from accordion_hvd.simulation.members import Everyone, Neighbourhood, Partition
-from accordion_hvd.simulation.virtual_time import train
+from accordion_hvd.simulation.links import Everyone, Neighbourhood, Partition
+from benchmarks.averaging.virtual_time import train
 
 FREE = Link(0.0, math.inf)
 SHAPES = {"a": (96, 40), "b": (40,), "c": (64, 50), "d": (96, 40), "e": (7, 3)}

@@ -13,16 +13,17 @@ from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.resolve import resolve
 from accordion_hvd.simulation import Link, simulate_job
-from accordion_hvd.simulation.gradient_programs import Gradients
 from accordion_hvd.simulation.prediction import (
     ENGINES,
     SEGMENT,
     Cluster,
     GlooLink,
+    Rehearsal,
+    RehearsedStep,
     predict,
     wire_seconds,
 )
-from accordion_hvd.simulation.rehearsal import Rehearsal, RehearsedStep
+from accordion_hvd.simulation.programs import Gradients
 
 SHAPES = {"first": (64, 32), "bias": (64,), "second": (256, 128), "third": (300, 300)}
 SPECS = (

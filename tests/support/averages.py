@@ -14,7 +14,7 @@ Log = Sequence[tuple[int, bool, int]]
 
 
 def tree(rows: list[Array]) -> Array:
-    """Return the sum of the rows, with the additions in the order of `engine.reduce_scatter`.
+    """Return the sum of the rows, with the additions in the order of `engine.group_protocol`.
 
     Each pass adds up groups of neighbours. The size of the groups is the largest divisor of the
     number of rows up to 8, or else its smallest prime factor.

@@ -395,7 +395,7 @@ MOVED = {
     "alltoall": lambda size, ranks: (ranks - 1) / ranks * size,
     "broadcast": lambda size, ranks: (ranks - 1) / ranks * size,
 }
-"""The models of `traffic.py`, stated once more: bytes sent, and received."""
+"""The models of `comm.collectives`, stated once more: bytes sent, and received."""
 
 
 def moved_in(case: Case, step: int, ranks: int) -> list[tuple[str, int, int]]:

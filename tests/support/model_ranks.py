@@ -9,7 +9,7 @@ import numpy as np
 from frameworks import NUMPY, Framework
 
 from accordion_hvd.averaging.base import Averaging
-from accordion_hvd.comm.traffic import Traffic
+from accordion_hvd.comm.collectives import Traffic
 from accordion_hvd.core.base import Info
 from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, lockstep
 

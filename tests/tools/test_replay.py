@@ -15,7 +15,7 @@ from trainings import KINDS, save_gradients, save_models
 from accordion_hvd import Accordion, PowerSGD, Replay, StepSchedule, TopK, parse, simulate
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine import checkpoint_files as files
-from accordion_hvd.policies.decision import plain
+from accordion_hvd.policies.base import plain
 from accordion_hvd.simulation.one_process import World
 from accordion_hvd.tools.command import main
 

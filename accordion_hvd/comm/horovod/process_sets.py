@@ -8,7 +8,7 @@ from typing import Any
 
 from horovod.common import process_sets as _horovod
 
-from accordion_hvd.comm.launcher import started_by_mpi
+from accordion_hvd.comm.agreement import started_by_mpi
 
 
 def registered() -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from accordion_hvd.comm import ending
+from accordion_hvd.comm import timeouts
 from accordion_hvd.comm.collectives import Group
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.comm.horovod.process_sets import Members, addable
@@ -39,10 +39,10 @@ class HorovodCommunicator(Communicator):
         nccl = hvd.nccl_built() and tf.config.list_physical_devices("GPU")
         self.native_fp16_allreduce = True if nccl else None
         self.directly = False
-        ending.watch(hvd.rank())
+        timeouts.watch(hvd.rank())
 
     def watch(self, began: Callable[[], float]) -> None:
-        ending.watch(hvd.rank(), lambda: began() if _executes() else 0.0)
+        timeouts.watch(hvd.rank(), lambda: began() if _executes() else 0.0)
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
         options = self._options(name, group) | {"op": _OPS[op]}
@@ -94,7 +94,7 @@ class HorovodCommunicator(Communicator):
     def _call(self, key: Hashable, operation: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
         if not tf.executing_eagerly():
             return operation(*tensors)
-        with ending.waiting():
+        with timeouts.waiting():
             return self._run_eagerly(key, operation, tensors)
 
     def _run_eagerly(

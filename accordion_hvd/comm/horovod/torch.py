@@ -8,14 +8,14 @@ from typing import Any, TypeAlias
 import horovod.torch as hvd
 import torch
 
-from accordion_hvd.comm import ending
+from accordion_hvd.comm import tcp, timeouts
 from accordion_hvd.comm.collectives import Group
 from accordion_hvd.comm.communicator import Communicator, RankLost
-from accordion_hvd.comm.horovod import connections, process_sets
+from accordion_hvd.comm.horovod import process_sets
 from accordion_hvd.comm.horovod.process_sets import Members, addable
 from accordion_hvd.ops import torch as xp
 
-__all__ = ["HorovodCommunicator", "connections", "hvd", "process_sets"]
+__all__ = ["HorovodCommunicator", "hvd", "process_sets", "tcp"]
 
 Tensor: TypeAlias = torch.Tensor
 _OPS = {"mean": hvd.Average, "sum": hvd.Sum, "max": hvd.Max}
@@ -32,9 +32,9 @@ class HorovodCommunicator(Communicator):
             True if hvd.nccl_built() and torch.cuda.is_available() else None
         )
         self.scratch = {}
-        ending.register()
+        timeouts.register()
         if hvd.mpi_enabled():
-            ending.guard_lock(hvd.rank())
+            timeouts.guard_lock(hvd.rank())
 
     def pause(self, waited: float) -> None:
         """Sleep between two polls; after a timeout, let this process end without other ranks.
@@ -45,7 +45,7 @@ class HorovodCommunicator(Communicator):
         try:
             super().pause(waited)
         except RankLost:
-            ending.give_up()
+            timeouts.give_up()
             raise
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accordion_hvd.comm.hosts import host_name
+from accordion_hvd.comm.agreement import host_name
 from accordion_hvd.comm.torch_distributed import operations, start
 from accordion_hvd.comm.torch_distributed import process_sets as _sets
 from accordion_hvd.comm.torch_distributed.communicator import (
     ConnectionLost as HorovodInternalError,
 )
-from accordion_hvd.comm.torch_distributed.compression import Compression
 from accordion_hvd.comm.torch_distributed.operations import (
     Adasum,
     Average,
+    Compression,
     Max,
     Min,
     Product,

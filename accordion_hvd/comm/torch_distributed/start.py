@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # imported later, its default arguments keep the process group alive
 
-from accordion_hvd.comm import ending, timeouts
+from accordion_hvd.comm import timeouts
 from accordion_hvd.comm.torch_distributed.communicator import ConnectionLost
 from accordion_hvd.comm.torch_distributed.watch import LOST, watch
 
@@ -115,7 +115,7 @@ def _end_with_process(ours: bool = True) -> None:
     A thread of PyTorch that needs Python's lock after that aborts the process. After an error there
     is no orderly end, because other ranks may never join this rank's last operations.
     """
-    ending.at_exit(functools.partial(_leave, ours))
+    timeouts.at_exit(functools.partial(_leave, ours))
     os.register_at_fork(after_in_child=_let_child_end)
 
 
@@ -134,7 +134,7 @@ def _leave(ours: bool) -> None:
     error = getattr(sys, "last_value", None)
     if isinstance(error, ConnectionLost):
         watch.end(LOST)
-        ending.leave()  # an operation may still wait
+        timeouts.leave()  # an operation may still wait
     elif error is not None:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         watch.end(f"has failed ({why[:200]})")

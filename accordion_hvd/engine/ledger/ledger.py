@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from accordion_hvd import check
-from accordion_hvd.comm import ending, tcp
+from accordion_hvd.comm import tcp, timeouts
 from accordion_hvd.core.base import Compressor
 from accordion_hvd.engine.ledger import files
-from accordion_hvd.engine.ledger.job import Job
+from accordion_hvd.engine.ledger.files import Job
 from accordion_hvd.engine.ledger.samples import Samples
 from accordion_hvd.engine.ledger.series import PARTS, Series, thinned
 from accordion_hvd.engine.ledger.sinks import Sink
-from accordion_hvd.policies.advice import Link
-from accordion_hvd.policies.decision import plain
+from accordion_hvd.policies.base import plain
+from accordion_hvd.policies.gate import Link
 
 if TYPE_CHECKING:
     from accordion_hvd.engine.exchange import Exchange
@@ -137,7 +137,7 @@ class Ledger:
         if begins and self.enabled:
             self._earlier = _sent_over_tcp()
             if self.folder is not None or self.sinks:
-                ending.at_exit(self._end)
+                timeouts.at_exit(self._end)
             if self.folder is not None:
                 self._writes = self._spare("the ledger", self._try_out, self.folder)
         self._exchange = weakref.ref(exchange)

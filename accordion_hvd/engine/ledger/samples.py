@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from accordion_hvd.comm.collectives import Traffic
 from accordion_hvd.comm.local import LocalCommunicator
-from accordion_hvd.comm.traffic import Traffic
 from accordion_hvd.core.base import Compressor, Info, State, Tensor
 from accordion_hvd.engine.ledger.series import thinned
 

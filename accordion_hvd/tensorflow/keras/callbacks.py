@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from accordion_hvd import check
-from accordion_hvd.comm import ending
+from accordion_hvd.comm import timeouts
 from accordion_hvd.comm.horovod.tensorflow import hvd
 from accordion_hvd.tensorflow import validation
 from accordion_hvd.tensorflow.functions import broadcast_variables
@@ -209,7 +209,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         if not names or hvd.size() == 1:
             return
         local = tf.constant([float(logs[name]) for name in names], tf.float64)
-        with ending.waiting():
+        with timeouts.waiting():
             means = hvd.allreduce(local, op=hvd.Average).numpy()
         logs.update(zip(names, map(float, means), strict=True))
 

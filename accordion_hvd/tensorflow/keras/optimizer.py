@@ -21,14 +21,12 @@ from accordion_hvd.engine.controls import Controls
 from accordion_hvd.engine.guard import Guard, Mode
 from accordion_hvd.engine.ledger import LedgerOption, as_ledger
 from accordion_hvd.policies import Policy
-from accordion_hvd.policies.alternation import Alternation
-from accordion_hvd.policies.byte_budget import ByteBudget
+from accordion_hvd.policies.accordion import Alternation, ByteBudget
 from accordion_hvd.resolve import Compression, resolve
 from accordion_hvd.tensorflow import validation
 from accordion_hvd.tensorflow.averager import TensorFlowGradientAverager
 from accordion_hvd.tensorflow.averaging import TensorFlowModelAverager, Variables
-from accordion_hvd.tensorflow.graph import call_back, when
-from accordion_hvd.tensorflow.variables import create, key_of, multiplied
+from accordion_hvd.tensorflow.variables import call_back, create, key_of, multiplied, when
 from accordion_hvd.validate import OWNER, check_adasum, check_arguments, check_passes, validate
 
 

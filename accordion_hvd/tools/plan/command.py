@@ -81,11 +81,11 @@ def plan(
     batch; in Keras, it may call model.train_on_batch.
     """
     from accordion_hvd.simulation.prediction import GOODPUT, Cluster
-    from accordion_hvd.tools.plan import link, table
+    from accordion_hvd.tools.plan import table
 
     try:
         if rate is None or hosts is None:
-            cluster, name = link.measured(engine)
+            cluster, name = table.measured(engine)
         else:
             bandwidth = rate / 8 * GOODPUT
             cluster = Cluster(hosts, per_host, bandwidth, rtt, _cores(cores))
@@ -110,7 +110,7 @@ def _plan(
     path: Path | None,
 ) -> None:
     """Measure, predict, and print the table."""
-    from accordion_hvd.tools.plan import link, table
+    from accordion_hvd.tools.plan import table
     from accordion_hvd.tools.plan.model import companions, measure
 
     with companions(word, busy(cluster) - 1, threads(cluster)):
@@ -119,7 +119,7 @@ def _plan(
         for configuration in configurations:
             steps = table.rehearse(model, configuration, cluster, engine)
             rows.append(table.row(model, configuration, steps, cluster, engine))
-    if not link.prints():
+    if not table.prints():
         return
     if word == EXAMPLE:
         click.echo("An example; pass --model to plan with your own model.")
@@ -135,9 +135,9 @@ def _plan(
 
 def busy(cluster: Cluster) -> int:
     """Return the number of processes that compute on this machine while a step is measured."""
-    from accordion_hvd.tools.plan import link
+    from accordion_hvd.tools.plan import table
 
-    if link.launched():
+    if table.launched():
         return 1  # the other ranks measure at the same time
     cores = os.cpu_count() or 1
     return min(cores, math.ceil(cluster.per_host * cores / cluster.cores))

@@ -21,7 +21,7 @@ import numpy as np
 
 from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.ops import backend
-from accordion_hvd.simulation.gradient_programs import Gradients
+from accordion_hvd.simulation.programs import Gradients
 
 WARM_UP, LEAST, SECONDS = 2, 5, 2.0
 """Steps before the measured ones, the least number of measured ones, and their duration."""

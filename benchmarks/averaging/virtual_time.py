@@ -24,16 +24,21 @@ from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.averaging.groups import Groups
 from accordion_hvd.averaging.wagma import WAGMA
-from accordion_hvd.comm import reference
+from accordion_hvd.comm import local
 from accordion_hvd.comm.recording import RecordingCommunicator
 from accordion_hvd.core.base import Info, Request
 from accordion_hvd.core.running import Running
-from accordion_hvd.engine.group_protocol import Activation, GroupProtocol, GroupRound, combine
-from accordion_hvd.engine.reduce_scatter import factors, oracle
+from accordion_hvd.engine.group_protocol import (
+    Activation,
+    GroupProtocol,
+    GroupRound,
+    combine,
+    factors,
+    oracle,
+)
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.simulation.compute_times import Stragglers
-from accordion_hvd.simulation.links import Link
-from accordion_hvd.simulation.members import members_of_requests
+from accordion_hvd.simulation.links import Link, members_of_requests
 
 Array = np.ndarray
 Update = Callable[[int, int, Array], Array]
@@ -157,6 +162,7 @@ class History:
             self._models[step, rank] = model
 
     def outcome(self, times: Array) -> Outcome:
+        """Return the result of a training with these compute times."""
         steps, means = len(times), self._sums / self._ranks
         variance = self._squares / self._ranks - (means**2).sum(1)
         seconds = float(self._clock.max())
@@ -211,6 +217,7 @@ class SynchronousJob:
         self._now = np.zeros(ranks)
 
     def run(self) -> None:
+        """Run all steps."""
         for step, times in enumerate(self._times):
             self._now += times
             exchanges = []
@@ -243,7 +250,7 @@ class SynchronousJob:
             for (kind, group), batch in batches.items():
                 if tuple(batch) != (tuple(range(self._ranks)) if group is None else group):
                     raise RuntimeError(f"virtual ranks wait for each other in {kind.__name__}.")
-                for rank, result in reference.results(batch).items():
+                for rank, result in local.results(batch).items():
                     answers[rank].append(result)
             for kind in dict.fromkeys(kind for kind, _ in batches):
                 together = [batch for key, batch in batches.items() if key[0] is kind]

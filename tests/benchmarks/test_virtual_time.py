@@ -11,10 +11,10 @@ from averages import replay
 
 from accordion_hvd import COLD, DPSGD, WAGMA, DiLoCo, DynaCOLD, LocalSGD
 from accordion_hvd.averaging.groups import Groups
-from accordion_hvd.engine.reduce_scatter import factors
+from accordion_hvd.engine.group_protocol import factors
 from accordion_hvd.simulation.compute_times import Constant, LogNormal, Stragglers, Traced
 from accordion_hvd.simulation.links import Link
-from accordion_hvd.simulation.virtual_time import train
+from benchmarks.averaging.virtual_time import train
 
 FREE = Link(0.0, float("inf"))
 
