@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.core.base import (
@@ -45,6 +46,8 @@ class TernGrad(Compressor):
     hardly grows with the number of ranks.
     """
 
+    batching: ClassVar[str] = "alike"
+
     clip: float | None = 2.5
 
     def __post_init__(self) -> None:
@@ -53,8 +56,8 @@ class TernGrad(Compressor):
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Reduce the scaler, send slices of codes to their owners, and gather the sums."""
-        xp, ranks = namespace(grad), info.size
-        size = math.prod(xp.shape(grad))
+        xp, ranks, total = namespace(grad), info.size, math.prod(namespace(grad).shape(grad))
+        size = min(math.prod(info.shape or (total,)), total)  # of each tensor of a stack
         values = xp.cast(xp.reshape(grad, (-1,)), "float32")
         largest = xp.bucket_norms(values, size, "max")
         if self.clip is not None:
@@ -62,14 +65,15 @@ class TernGrad(Compressor):
             largest = xp.minimum(largest, limit)
         scale = yield Allreduce(largest, op="max")
         if self.clip is not None:
-            values = xp.clip(values, limit)
+            rows = xp.clip(xp.reshape(values, (-1, size)), xp.reshape(limit, (-1, 1)))
+            values = xp.reshape(rows, (-1,))
         seed = random.key("terngrad", info.name, info.step, info.rank)
         codes = xp.quantize(values, scale, size, 2, seed)  # 0, 1, 2: four a byte
-        part = -(-size // (8 * ranks)) * 8  # elements of a slice
+        part = -(-total // (8 * ranks)) * 8  # elements of a slice
         slices = xp.reshape(xp.pad_last(codes, ranks * part // 4), (ranks, part // 4))
         received = yield Alltoall(slices)
         sums = yield Allgather(_packed_sum(received, part))
-        return _mean(sums, part, scale, grad), state
+        return _mean(sums, part, scale, size, grad), state
 
 
 def _bits(ranks: int) -> int:
@@ -87,12 +91,13 @@ def _packed_sum(rows: Tensor, part: int) -> Tensor:
     return xp.pack_bits(total, bits) if bits <= 8 else total
 
 
-def _mean(sums: tuple[Tensor, ...], part: int, scale: Tensor, like: Tensor) -> Tensor:
+def _mean(sums: tuple[Tensor, ...], part: int, scale: Tensor, size: int, like: Tensor) -> Tensor:
     """Decode the sums of slices and divide them by the number of ranks. Consumes `like`."""
     xp, ranks, shape = namespace(like), len(sums), namespace(like).shape(like)
-    size, bits = math.prod(shape), _bits(len(sums))
+    total, bits = math.prod(shape), _bits(len(sums))
     if bits > 8:
-        total = xp.cast(xp.concat(list(sums))[:size], "float32") - float(ranks)
-        return xp.reshape(total * (scale * (1 / ranks)), shape)
-    codes = xp.concat([xp.unpack_bits(packed, bits, part) for packed in sums])[:size]
+        rows = xp.reshape(xp.concat(list(sums))[:total], (-1, size))
+        rows = (xp.cast(rows, "float32") - float(ranks)) * xp.reshape(scale * (1 / ranks), (-1, 1))
+        return xp.reshape(rows, shape)
+    codes = xp.concat([xp.unpack_bits(packed, bits, part) for packed in sums])[:total]
     return xp.sum_quantized([codes], [scale * (1 / ranks)], size, 8, ranks, like)

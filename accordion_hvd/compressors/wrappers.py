@@ -108,7 +108,7 @@ class Gathered(Wrapper):
 
     @property
     def batching(self) -> str:  # type: ignore[override]
-        return self.codec.batching if self.codec.batching == "any" else ""
+        return self.codec.batching
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         return without_feedback(self.codec, grad, state, info)

@@ -194,7 +194,9 @@ def without_feedback(codec: Codec, grad: Tensor, state: State, info: Info) -> Ex
     """Average the ranks' C(gradient), without error feedback."""
     xp, shape, codec = namespace(grad), namespace(grad).shape(grad), codec.specialize(info)
     x = xp.cast(grad, "float32")
-    x = x if codec.batching == "any" else xp.reshape(x, codec.layout(shape))
+    if codec.batching != "any":
+        stacked = 0 < math.prod(info.shape or (0,)) < math.prod(shape)
+        x = xp.reshape(x, (-1, *codec.layout(info.shape)) if stacked else codec.layout(shape))
     mean, _ = yield from average(codec, codec.encode(x, info), x, info)
     return xp.reshape(mean, shape), state
 

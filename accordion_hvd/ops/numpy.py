@@ -562,7 +562,7 @@ def checksum(x: Array) -> Array:
 
 
 def clip(x: Array, limit: Array) -> Array:
-    """Clip `x` to [-limit, limit], where `limit` has one element. Consumes `x` irreversibly."""
+    """Clip `x` to [-limit, limit]; `limit` broadcasts. Consumes `x` irreversibly."""
     out = consume(x)
     return np.clip(out, -limit, limit, out=out)
 

@@ -682,7 +682,7 @@ def subtract_columns(total: Tensor, packed: Tensor, means: Tensor) -> Tensor:
 
 
 def clip(x: Tensor, limit: Tensor) -> Tensor:
-    """Clip `x` to [-limit, limit], where `limit` has one element."""
+    """Clip `x` to [-limit, limit]; `limit` broadcasts."""
     return tf.maximum(tf.minimum(x, limit), -limit)
 
 

@@ -721,7 +721,7 @@ def checksum(x: Tensor) -> Tensor:
 
 
 def clip(x: Tensor, limit: Tensor) -> Tensor:
-    """Clip `x` to [-limit, limit], where `limit` has one element. Consumes `x` irreversibly."""
+    """Clip `x` to [-limit, limit]; `limit` broadcasts. Consumes `x` irreversibly."""
     return x.detach().clamp_(-limit, limit)
 
 

@@ -241,6 +241,19 @@ def test_terngrad_sums_of_many_ranks(ranks: int) -> None:
         np.testing.assert_allclose(mean, exact_mean(gradients), atol=1e-6)
 
 
+@pytest.mark.parametrize("ranks", [2, 128])
+def test_each_tensor_of_a_stack_has_its_own_ternary_scale(ranks: int) -> None:
+    """Values of one magnitude are sent exactly, so the means are exact."""
+    signs = np.where(np.arange(1024).reshape(2, 512) % 3, np.float32(1), np.float32(-1))
+    gradients = [{"a": signs * (-1) ** r, "b": 100 * signs, "c": signs.T} for r in range(ranks)]
+    world = simulate(TernGrad(None), ranks)
+    means = world.step([{k: g.copy() for k, g in mine.items()} for mine in gradients], 0.1)
+    for mean in means[0], means[-1]:
+        assert not mean["a"].any()
+        np.testing.assert_allclose(mean["b"], 100 * signs, rtol=1e-6)
+    assert [batch.stacked for batch in world.exchanges[0].layout.batches] == ["alike", ""]
+
+
 def test_natural_sends_powers_of_two() -> None:
     x = np.float32([0, -0.0, 1, -2, 1.5, -3, 1e-40, -1e-39, 3e38, 2**-126, 0.1])
     results = np.array([Ranks(Natural(), 1, name=f"{i}").step([x])[0] for i in range(2000)])

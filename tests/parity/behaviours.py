@@ -66,7 +66,7 @@ from accordion_hvd.core.running import Running
 from accordion_hvd.engine.guard import ReplicasDiffer
 from accordion_hvd.engine.ledger import Ledger, files
 from accordion_hvd.engine.ledger.ledger import SUMS
-from accordion_hvd.engine.ledger.series import PARTS
+from accordion_hvd.engine.ledger.samples import PARTS
 from accordion_hvd.engine.ledger.summary import summarize
 from accordion_hvd.ops import namespace
 from accordion_hvd.policies import base

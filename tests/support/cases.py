@@ -292,7 +292,7 @@ def terngrad(clip: float | None) -> Case:
         sums = coded((part,), (2 * ranks).bit_length())
         return [("allreduce", 4), ("alltoall", ranks * part // 4), ("allgather", sums)]
 
-    claims = {"loss": 1.001, "unbiased": clip is None, "slope": WHOLE}
+    claims = {"loss": 1.001, "unbiased": clip is None, "slope": WHOLE, "apart": 2.0}
     return Sliced(TernGrad(clip), lambda *_: [], slices=slices, **claims)
 
 

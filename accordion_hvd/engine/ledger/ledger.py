@@ -20,8 +20,7 @@ from accordion_hvd.comm import tcp, timeouts
 from accordion_hvd.core.base import Compressor
 from accordion_hvd.engine.ledger import files
 from accordion_hvd.engine.ledger.files import Job
-from accordion_hvd.engine.ledger.samples import Samples
-from accordion_hvd.engine.ledger.series import PARTS, Series, thinned
+from accordion_hvd.engine.ledger.samples import PARTS, Samples, Series, thinned
 from accordion_hvd.engine.ledger.sinks import Sink
 from accordion_hvd.policies.base import plain
 from accordion_hvd.policies.gate import Link

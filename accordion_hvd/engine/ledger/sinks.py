@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accordion_hvd import check
-from accordion_hvd.engine.ledger.series import PARTS
+from accordion_hvd.engine.ledger.samples import PARTS
 
 Record = Mapping[str, Any]
 """One step: its number `step`, the number of `steps` (several, if a graph executes several at

@@ -25,8 +25,7 @@ from accordion_hvd.tensorflow.keras import callbacks, compressed, elastic
 from accordion_hvd.tensorflow.keras.batches import AccordionDataset
 from accordion_hvd.tensorflow.keras.compressed import *  # noqa: F403
 from accordion_hvd.tensorflow.keras.optimizer import DistributedOptimizer
-from accordion_hvd.tensorflow.keras.partial import PartialDistributedOptimizer
-from accordion_hvd.tensorflow.keras.saving import load_model
+from accordion_hvd.tensorflow.keras.saving import PartialDistributedOptimizer, load_model
 
 _OURS = {
     "AccordionDataset": AccordionDataset,

@@ -22,8 +22,7 @@ from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.engine.ledger import Ledger, Sink, as_ledger, files
 from accordion_hvd.engine.ledger.ledger import SHARED
-from accordion_hvd.engine.ledger.samples import Samples
-from accordion_hvd.engine.ledger.series import PARTS, Series, thinned
+from accordion_hvd.engine.ledger.samples import PARTS, Samples, Series, thinned
 from accordion_hvd.resolve import as_policy
 from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator
 

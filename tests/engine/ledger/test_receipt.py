@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from accordion_hvd.engine.ledger import files
 from accordion_hvd.engine.ledger.ledger import SHARED
 from accordion_hvd.engine.ledger.page import page
-from accordion_hvd.engine.ledger.series import PARTS
+from accordion_hvd.engine.ledger.samples import PARTS
 from accordion_hvd.engine.ledger.summary import (
     advice,
     critical,

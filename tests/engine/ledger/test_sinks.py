@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from accordion_hvd.engine.ledger import CSV, JsonLines, Perfetto
-from accordion_hvd.engine.ledger.series import PARTS
+from accordion_hvd.engine.ledger.samples import PARTS
 
 
 def record(step: int, at: float) -> dict[str, Any]:
