@@ -25,7 +25,7 @@ class Collectives(abc.ABC):
         native_fp16_allreduce: whether the engine should add fp16, as NCCL does well. None until
             `fp16_reduction.choose_reduction` decides; the engine does not add fp16 until then.
         native_bf16_allreduce: whether the engine adds bf16.
-        hosts: ranks of each host; () until `hosts.discover_hosts` has found them.
+        hosts: ranks of each host; () until `agreement.discover_hosts` has found them.
         extensible: whether `register` can add groups that the engine does not know.
         ordered: whether the engine matches the operations of all ranks by their order instead of
             their names. Ranks must then start all operations in the same order.

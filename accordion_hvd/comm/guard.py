@@ -1,4 +1,4 @@
-"""A process that ends a rank in which Python does not run any more; `ending.guard_lock` starts it.
+"""A process that ends a rank in which Python does not run; `timeouts.guard_lock` starts it.
 
 It is a module of its own because it runs as a script, which imports nothing but Python's library.
 """

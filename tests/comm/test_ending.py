@@ -17,8 +17,8 @@ WAITING = """
 import logging, logging.handlers, sys, time
 file = logging.FileHandler(sys.argv[1])
 logging.basicConfig(handlers=[logging.handlers.MemoryHandler(1000, 60, target=file)])
-from accordion_hvd.comm import ending
-ending.watch(3, lambda: 7.0)
+from accordion_hvd.comm import timeouts
+timeouts.watch(3, lambda: 7.0)
 time.sleep(600)
 """
 
@@ -36,9 +36,9 @@ def test_the_message_at_the_end_is_written_even_if_a_handler_holds_messages_back
 
 SCRIPT = """
 import atexit, time
-from accordion_hvd.comm import ending
+from accordion_hvd.comm import timeouts
 atexit.register(time.sleep, {waits})  # as Horovod's end does, for other ranks
-ending.register()
+timeouts.register()
 atexit.register(print, "the script's own end")
 {gives_up}
 raise RuntimeError("a rank does not answer")
@@ -47,7 +47,7 @@ raise RuntimeError("a rank does not answer")
 
 @pytest.mark.parametrize("gives_up", [True, False])
 def test_only_a_process_that_has_given_up_ends_alone(gives_up: bool) -> None:
-    waits, call = (600, "ending.give_up()") if gives_up else (0, "")
+    waits, call = (600, "timeouts.give_up()") if gives_up else (0, "")
     script = SCRIPT.format(waits=waits, gives_up=call)
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
@@ -65,8 +65,8 @@ def run(script: str, timeout: int, stop: float = 0.0) -> subprocess.CompletedPro
     )  # fmt: skip
     assert process.stdout is not None
     said = b""
-    while stop and not said.endswith(b"\n"):
-        said += os.read(process.stdout.fileno(), 1)
+    while stop and not said.endswith(b"\n") and (byte := os.read(process.stdout.fileno(), 1)):
+        said += byte
     if stop:
         os.kill(process.pid, signal.SIGSTOP)
         time.sleep(stop)
@@ -79,8 +79,8 @@ def run(script: str, timeout: int, stop: float = 0.0) -> subprocess.CompletedPro
 
 WAITS = """
 import time
-from accordion_hvd.comm import ending
-ending.watch(3, lambda: began)
+from accordion_hvd.comm import timeouts
+timeouts.watch(3, lambda: began)
 began = 1.0
 print("waits", flush=True)
 {meanwhile}
@@ -111,8 +111,8 @@ def test_only_time_in_which_a_process_waits_and_runs_counts(
 
 LOCKED = """
 import ctypes, time
-from accordion_hvd.comm import ending
-ending.guard_lock(3)
+from accordion_hvd.comm import timeouts
+timeouts.guard_lock(3)
 time.sleep(1)
 print("waits", flush=True)
 {call}
@@ -150,8 +150,8 @@ def test_a_stopped_process_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> Non
 
 FORKS = """
 import os, sys
-from accordion_hvd.comm import ending
-ending.at_exit(lambda: print("ends", os.getpid() == owner, flush=True))
+from accordion_hvd.comm import timeouts
+timeouts.at_exit(lambda: print("ends", os.getpid() == owner, flush=True))
 owner = os.getpid()
 child = os.fork()
 if not child:

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from frameworks import Framework, parameters
 
-from accordion_hvd.comm import local
-from accordion_hvd.comm.local import LocalCommunicator
+from accordion_hvd.comm.local import LocalCommunicator, results
 from accordion_hvd.core.base import Allgather, Allreduce, Alltoall, Broadcast, Neighbours, Request
 from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, lockstep
 
@@ -41,7 +40,7 @@ def test_results_are_numpys(kind: str, framework: Framework) -> None:
     def ask(rank: int) -> Any:
         return (yield request(rank))
 
-    direct = local.results({rank: request(rank) for rank in range(RANKS)})
+    direct = results({rank: request(rank) for rank in range(RANKS)})
     hub = Hub(RANKS)
     links = [SimulatedCommunicator(hub, rank, framework.xp) for rank in range(RANKS)]
     packed = lockstep(links, [ask(rank) for rank in range(RANKS)])
@@ -56,7 +55,7 @@ def test_neighbours_get_what_was_sent_to_them() -> None:
     requests: dict[int, Request] = {
         rank: Neighbours(ROWS[rank], **ring[rank]) for rank in range(RANKS)
     }
-    for rank, (came,) in local.results(requests).items():
+    for rank, (came,) in results(requests).items():
         np.testing.assert_array_equal(came, ROWS[rank - 1])
 
 
@@ -64,7 +63,7 @@ def test_members_are_addressed_by_their_rank() -> None:
     requests: dict[int, Request] = {
         rank: Broadcast(ROWS[rank], root=2, group=(0, 2)) for rank in (0, 2)
     }
-    for came in local.results(requests).values():
+    for came in results(requests).values():
         np.testing.assert_array_equal(came, ROWS[2])
 
 
@@ -83,7 +82,7 @@ def test_a_local_communicator_takes_all_ranks_to_be_alike(
 
     found = local.run("alike", ask())
     alike: dict[int, Request] = {rank: make(x, rank) for rank in range(ranks)}
-    wanted = local.results(alike)[0] if kind != "alltoall" else x
+    wanted = results(alike)[0] if kind != "alltoall" else x
     for mine, theirs in zip(
         found if isinstance(found, tuple) else [found],
         wanted if isinstance(wanted, tuple) else [wanted],
