@@ -95,7 +95,13 @@ class Communicator(Collectives):
 
 
 class Pending:
-    """Requests that were started together; `ready()` polls them, `result()` waits for them."""
+    """Requests that were started together; `ready()` polls them, `result()` waits for them.
+
+    Attributes:
+        doubts: flags of the decoded payloads, and who sent them; None if they are checked.
+    """
+
+    doubts: tuple[Tensor, Sequence[Any]] | None = None
 
     def __init__(self, communicator: Communicator, name: str, requests: Sequence[Request]) -> None:
         self.traffic = Traffic()
@@ -128,17 +134,20 @@ class Pending:
             self._move(members, program)
         return not self._running
 
-    def result(self) -> list[Any]:
+    def result(self, checked: bool = True) -> list[Any]:
         """Wait for the results and return them in the order of the requests.
+
+        Args:
+            checked: whether to read the flags of payloads now, for which the host would wait for an
+                accelerator; otherwise `doubts` holds them.
 
         Raises:
             PayloadError: if the payload of a rank does not decode.
         """
         self._communicator.until(self.ready)
-        return self._decoded()
+        return self._decoded(checked)
 
-    def _decoded(self) -> list[Any]:
-        """Return the decoded results, after a check that all payloads are valid."""
+    def _decoded(self, checked: bool) -> list[Any]:
         xp, results = self._communicator.xp, list(self._results)
         senders: list[Any] = []
         flags: list[Tensor] = []
@@ -153,7 +162,13 @@ class Pending:
                 flags.append(invalid)
                 senders.append(rank)
             results[i] = tuple(decoded) if gathered else decoded[0]
-        return xp.raise_on_invalid(results, xp.concat(flags), senders) if flags else results
+        if not flags:
+            return results
+        doubts = xp.concat(flags)
+        if checked or xp.symbolic(doubts):
+            return xp.raise_on_invalid(results, doubts, senders)
+        self.doubts = doubts, senders
+        return results
 
     def _move(self, members: list[int], program: Running) -> None:
         """Advance a program until it waits for a pending operation."""

@@ -185,7 +185,6 @@ class LGC(Sparsifier):
         return index, scale, code if coded else None
 
     def _message(self, total: Tensor, state: State, info: Info, coded: bool) -> Tensor:
-        """Return the message with which this rank leads, as int32."""
         xp, index = namespace(total), self._largest(total, info)
         values, (count,) = xp.take(total, index), xp.shape(index)
         scale = xp.reshape(xp.norm(values), (1,)) / count**0.5
@@ -288,7 +287,6 @@ class LGC(Sparsifier):
 
 
 def _is_leader(xp: ModuleType, info: Info, device: Any) -> Tensor:
-    """Return a vector (int64) with 1 for the leader of this step and 0 for other ranks."""
     distance = (info.step - xp.arange(info.size, device)) % info.size
     return (info.size - distance) // info.size
 

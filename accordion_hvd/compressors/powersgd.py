@@ -165,7 +165,6 @@ def _average_one(matrix: Tensor, state: State, phase: int) -> ExchangeGenerator:
 
 
 def _resized(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return `theirs` with as many rows as `ours`."""
     xp = namespace(ours)
     rank = xp.shape(ours)[0]
     missing = rank - xp.shape(theirs)[0]

@@ -303,7 +303,6 @@ def same_name(name: str, other: str) -> bool:
 
 
 def _renamed(value: Any, names: dict[str, str]) -> Any:
-    """Return `value` with the saved names of buckets replaced by the present names."""
     if isinstance(value, dict):
         return {_renamed(k, names): _renamed(item, names) for k, item in value.items()}
     if isinstance(value, list):

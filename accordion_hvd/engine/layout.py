@@ -703,6 +703,9 @@ class Layout:
         number: hash of the layout, equal on ranks whose layouts and levels are equal.
         period: number of steps after which all phases that repeat do so together.
         complete: whether all payloads were known.
+        on_cpu: whether the host reads tensors without a wait.
+        compares_early: whether to compare the ranks' layouts at the first messages of each group;
+            on an accelerator, until a step has shown that they are equal.
         keeps_state: whether a compressor keeps state, or may.
     """
 
@@ -718,6 +721,7 @@ class Layout:
         self.complete = all(key in payloads for key in keys)
         self.keeps_state = any(entry.compressor.batching != "any" for entry in entries)
         device = entries[0].spec.device if entries else None
+        self.on_cpu, self.compares_early = on_cpu(device), True
         division = divide(buckets, kinds, sizes, limit, device)
         serving = [x for x in (earlier.batches if earlier else ()) if x.serves]
         known = {(x.stacked, *map(id, x.entries)): x for x in serving}

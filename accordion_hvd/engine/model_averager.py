@@ -361,7 +361,6 @@ class ModelAverager(checkpoint.Keeper):
         return Info(step=self.steps, rank=rank, size=size, name=f"{self._name}.{number}", lr=lr)
 
     def _vectors(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return one new vector per kind of parameters, with all values of that kind."""
         xp = self.xp
         return [
             xp.concat([xp.cast(xp.reshape(values[i], (-1,)), dtype) for i in members])

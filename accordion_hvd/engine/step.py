@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from accordion_hvd import check
 from accordion_hvd.comm.collectives import Traffic, size_of, traffic_of
 from accordion_hvd.comm.communicator import Communicator, Pending
 from accordion_hvd.core.base import Allgather, Allreduce, ExchangeGenerator, Request, State, Tensor
@@ -108,6 +109,8 @@ class Step:
         self._pending: dict[int, tuple[int, Pending]] = {}  # group -> (round, pending requests)
         self._first: dict[int, list[Any]] = {}  # group -> answers to its first requests
         self._bad: list[Tensor] = []  # one flag per group
+        self._numbers: list[Tensor] = []  # means of plan numbers that are still to be compared
+        self._doubts: list[tuple[Tensor, Sequence[Any]]] = []  # `Pending.doubts`
         self._sizes = [len(batch.members) for batch in layout.batches]
         self._present: dict[int, Tensor] = {}  # batch -> 1 for each gradient that is there, else 0
         self._shares: dict[int, Any] = {}  # batch -> share of the ranks that have each gradient
@@ -186,7 +189,9 @@ class Step:
             self.costs[group].sent += pending.traffic.sent
             self.costs[group].arrived = now
             if round_ == 0:
-                self._first[group] = self._take_flags(group, pending.result())
+                self._first[group] = self._take_flags(group, pending.result(checked=False))
+                if pending.doubts is not None:
+                    self._doubts.append(pending.doubts)
             else:
                 self._answer(group, pending.result(), round_)
         if not self._judged and len(self._first) == len(self._groups):
@@ -281,11 +286,11 @@ class Step:
 
     def _judge(self) -> None:
         """Continue all generators, or undo the step if a flag is set; equal on all ranks."""
+        flags, exceeds = self._read_flags()
         if self._guarded:
-            flags = self._xp.concat(self._bad)
-            marked = self._xp.exceeds(flags, 0.0)
-            self.bad = self._xp.exceeds(flags, 2 * LACKS) if marked is True else marked
-            self.broken = self.bad is not False and self._xp.exceeds(flags, 2.0)
+            marked = exceeds(flags, 0.0)
+            self.bad = exceeds(flags, 2 * LACKS) if marked is True else marked
+            self.broken = self.bad is not False and exceeds(flags, 2.0)
             if self.bad is True:
                 self.take_back()
             if marked is True:  # lost means, too, are not for tensors that no rank has
@@ -293,12 +298,35 @@ class Step:
                 return
         self._answer_all()
 
+    def _read_flags(self) -> tuple[Any, Callable[[Any, float], Any]]:
+        """Return the groups' flags, after the checks of plans and payloads, and `exceeds` for them.
+
+        One read serves all, because each makes the host wait for an accelerator.
+
+        Raises:
+            PayloadError: if the payload of a rank does not decode.
+            RuntimeError: if the ranks have different plans.
+        """
+        xp = self._xp
+        doubts = [xp.cast(flags, "float32") for flags, _ in self._doubts]
+        parts = [*self._bad, *self._numbers, *doubts]
+        if not parts or xp.symbolic(parts[0]):
+            return xp.concat(parts) if parts else None, xp.exceeds
+        values, first = xp.to_numpy(xp.concat(parts)), len(self._bad)
+        rest = first + len(self._numbers)
+        for number in values[first:rest]:
+            self._compare_plans(float(number))
+        self.layout.compares_early = self.layout.on_cpu or not self._guarded
+        if values[rest:].any():
+            senders = [sender for _, ranks in self._doubts for sender in ranks]
+            check.refuse_payload([senders[i] for i in values[rest:].nonzero()[0]])
+        return values[:first], lambda flags, limit: bool((flags > limit).any())
+
     def _answer_all(self) -> None:
         for group in sorted(self._first):
             self._answer(group, self._first[group], 0)
 
     def _ask(self) -> None:
-        """Ask which rank has which gradient."""
         parts = self._presence(range(len(self._sizes)), self._xp.device(self._bad[0]))
         request = Allreduce(self._xp.concat(parts))
         self._asked = self._communicator.launch(f"{self._name}.present", [request])
@@ -322,7 +350,11 @@ class Step:
         *results, flag = answers
         if isinstance(flag, tuple):
             flag = sum(flag[1:], flag[0]) / len(flag)
-        self._compare_plans(flag[1:2])
+        if not self._xp.symbolic(flag):
+            if self.layout.compares_early:  # before this rank waits for groups that others lack
+                self._compare_plans(float(self._xp.to_numpy(flag)[1]))
+            else:
+                self._numbers.append(flag[1:2])
         self._bad.append(flag[:1])
         place = 2
         for i in self._groups[group] if self._xp.symbolic(flag) else ():
@@ -331,10 +363,8 @@ class Step:
                 place += self._sizes[i]
         return results
 
-    def _compare_plans(self, mean: Tensor) -> None:
-        if self._xp.symbolic(mean):
-            return
-        number, mine = float(self._xp.to_numpy(mean)[0]), self.layout.number
+    def _compare_plans(self, number: float) -> None:
+        mine = self.layout.number
         # A mean in fp32 over a number of ranks that is no power of two is rounded.
         if abs(number - mine) > max(0.5 / self._communicator.size, 1e-6 * mine):
             raise RuntimeError(

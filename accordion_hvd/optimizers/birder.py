@@ -350,7 +350,6 @@ class Draw:
         return xp.cast(self.values(xp, parts, room), dtype) * (bits / len(parts))
 
     def _less(self, u: Tensor, signs: Sequence[Tensor]) -> Tensor:
-        """Return `u` minus the decoded signs."""
         xp = namespace(u)
         sent = self.values(xp, signs, xp.zeros(xp.shape(u), "float32", xp.device(u)))
         return u - xp.cast(sent, xp.dtype(u))

@@ -181,7 +181,6 @@ class Accordion(Windowed):
         return True
 
     def _arrange(self) -> None:
-        """Declare the evidence and the observers of this policy."""
         gate, parts = self.gate, (self.growth, self.alternation, self.byte_budget)
         self.observers = Observers(part for part in parts if part is not None)
         self.gate = gate

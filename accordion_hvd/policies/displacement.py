@@ -133,7 +133,6 @@ class Displacement(Windowed):
 
 
 def _gains(exchange: Exchange, entries: Sequence[BucketState]) -> dict[str, float]:
-    """Return the mean gain of each bucket's tensors."""
     tensors = {e.bucket.name: [exchange.tensors[i].name for i in e.bucket.members] for e in entries}
     gains = exchange.gains([name for names in tensors.values() for name in names])
     return {

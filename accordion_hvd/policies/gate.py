@@ -65,8 +65,6 @@ class Cost:
 
 @dataclass
 class _Trials:
-    """The measurements for one pattern of wanted levels."""
-
     seconds: dict[str, list[float]] = field(default_factory=dict)  # option -> median of each trial
     skipped: dict[str, float] = field(default_factory=dict)  # option -> lower bound of seconds
     costs: dict[str, Cost] = field(default_factory=dict)
@@ -275,7 +273,6 @@ class Gate:
         return self._known[pattern]
 
     def _served(self, option: str, trials: _Trials, names: Mapping[str, str]) -> tuple[str, ...]:
-        """Return the compressor of each bucket under an option."""
         fallbacks = [repr(fallback) for fallback in self.fallbacks]
         assigned = self._assign(option, trials, names)
         return tuple(
@@ -471,7 +468,6 @@ LOSSY = 2
 
 
 def _loss(compressor: str) -> int:
-    """Return 0 for exact compressors, 1 for 16 bits, LOSSY for all others."""
     return {"Dense()": 0, "FP16()": 1, "BF16()": 1}.get(compressor, LOSSY)
 
 
@@ -481,7 +477,6 @@ def is_lossy(compressor: Compressor) -> bool:
 
 
 def _equal(assignment: Mapping[str, int]) -> float:
-    """Return 1: a step is worth the same in all configurations."""
     return 1.0
 
 

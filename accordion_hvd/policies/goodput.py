@@ -165,7 +165,6 @@ def _parts(kept: Tensor, step: Step, like: Tensor) -> tuple[Tensor, ...]:
 
 
 def _sample(x: Tensor, step: Step) -> Tensor:
-    """Return the sample of each bucket as a row."""
     xp = namespace(x)
     rows = xp.reshape(x, (step.buckets or 1, -1))
     return xp.cast(rows[:, :: _stride(xp.shape(rows)[1])], "float32")

@@ -167,7 +167,6 @@ def _gradients(
     ready: Mapping[str, float] | None,
     skip: Sequence[str],
 ) -> Gradients:
-    """Return the gradients in the order in which they become ready."""
     if not model:
         check.refuse("simulate_job", "model", model, "a mapping with at least one shape")
     tensors = tuple(
@@ -343,7 +342,6 @@ class Job:
 
 
 def _changes(levels: Sequence[dict[str, str]]) -> list[tuple[int, dict[str, str]]]:
-    """Return the steps before which the levels changed, and the new levels."""
     pairs = zip([None, *levels[:-1]], levels, strict=True)
     return [(step, new) for step, (old, new) in enumerate(pairs) if new != old]
 

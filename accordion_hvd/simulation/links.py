@@ -100,7 +100,6 @@ class Link:
 
     @property
     def _varies(self) -> bool:
-        """Return whether hosts have numbers of their own."""
         return isinstance(self.latency, tuple) or isinstance(self.bandwidth, tuple)
 
     def hosts(self, ranks: int) -> int:
@@ -113,7 +112,6 @@ class Link:
         return hosts
 
     def _per_host(self, hosts: int) -> tuple[Array, Array]:
-        """Return the latency and the bandwidth of each host."""
         both = (np.atleast_1d(value)[:hosts] for value in (self.latency, self.bandwidth))
         latency, bandwidth = (np.broadcast_to(value, hosts).astype(float) for value in both)
         return latency, bandwidth
@@ -157,7 +155,6 @@ class Link:
         return members.latest(times[np.arange(ranks) // self.local_size])
 
     def _between(self, size: float, peers: Sequence[Sequence[int]], ranks: int) -> Array:
-        """Return the bytes of each host's messages to or from peers on other hosts."""
         counts = [
             sum(1 for peer in own if peer // self.local_size != rank // self.local_size)
             for rank, own in enumerate(peers)

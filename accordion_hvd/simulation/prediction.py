@@ -172,7 +172,6 @@ class _Rank:
         self.now = 0.0
 
     def work(self, step: RehearsedStep) -> float:
-        """Return the seconds of encoding and decoding."""
         return self._slowness * (step.encode + sum(sum(group.decode) for group in step.groups))
 
     def take(self, step: RehearsedStep) -> None:
@@ -299,14 +298,12 @@ class GlooLink:
         return self.cluster.ranks if operation.group is None else len(operation.group)
 
     def _inside(self, operation: Operation) -> bool:
-        """Return whether an operation's ranks are on one host."""
         group, local = operation.group, self.cluster.per_host
         if group is None:
             return self.cluster.hosts == 1
         return len({rank // local for rank in group}) == 1
 
     def _hop(self, inside: bool) -> float:
-        """Return the seconds of a small message."""
         return (0.0 if inside else self.cluster.rtt) + self._engine.hop * self.cluster.slowness
 
     def _times(self, operation: Operation) -> tuple[float, float]:
@@ -331,7 +328,6 @@ class GlooLink:
         return own + hop + wire, wire
 
     def _byte(self, inside: bool) -> float:
-        """Return the seconds per byte."""
         copying = 2 * self._engine.byte * self.cluster.slowness
         between = 0.0
         if not inside:
@@ -488,7 +484,6 @@ class Rehearsal:
 
 
 def _rounds(operations: dict[str, Operation]) -> dict[int, list[Launch]]:
-    """Return the rounds of each fusion group, given the operations by name."""
     found: dict[int, dict[int, dict[int, list[Operation]]]] = {}
     for name, operation in operations.items():
         if match := PLACE.search(name):

@@ -171,7 +171,6 @@ class AveragingPrograms:
 
 
 def _description(request: Request) -> tuple[Any, ...]:
-    """Return the kind and the ranks of a request."""
     own = (request.to, request.of) if isinstance(request, Neighbours) else ()
     return type(request), request.group, *own
 

@@ -267,7 +267,6 @@ class TensorFlowExchange(Exchange):
     def _trace_step(
         self, grads: Sequence[Tensor], lr: Any, weights: Sequence[Tensor], present: Tensor | None
     ) -> Traced:
-        """Trace a step."""
         for entry in self.bucket_states:
             entry.state = {key: tf.identity(value) for key, value in (entry.state or {}).items()}
             entry.evidence = {key: tf.identity(value) for key, value in entry.evidence.items()}

@@ -12,6 +12,9 @@ from typing import Any
 
 import click
 
+from accordion_hvd import optimizers, resolve
+from accordion_hvd.core import spec_strings
+from accordion_hvd.policies import Policy
 from accordion_hvd.tools.text import number_of, short, size, table
 
 MOST_RANKS = 16
@@ -165,7 +168,7 @@ def _facts(about: dict[str, Any]) -> str:
 
 
 def _layers(about: dict[str, Any], kept: Sequence[Sequence[Kept]]) -> str:
-    from accordion_hvd.tools.recorded import compressor_at, policy_of
+    from accordion_hvd.tools.checkpoints import compressor_at, policy_of
 
     policy, served = policy_of(about["compression"]), about["policy"]["current"]
     rows = [["layer", "compressor", "also kept", "shape", "steps", "state", "residual"]]
@@ -191,7 +194,6 @@ def _sums(states: Sequence[Kept]) -> list[str]:
 
 
 def _per_rank(kept: Sequence[Sequence[Kept]]) -> str:
-    """Return a table of the ranks: bytes, and the norm of all residuals."""
     sizes = [sum(state.bytes for state in states) for states in kept]
     squares = [[x.square for x in states if x.square is not None] for states in kept]
     norms = [math.sqrt(sum(each)) for each in squares]
@@ -236,3 +238,34 @@ def _load(folder: Path, ranks: int, number: int, rank: int) -> dict[str, Any]:
     prefix = f"{number}/"
     with np.load(files.rank_file(folder, rank, ranks), allow_pickle=False) as file:
         return {key.removeprefix(prefix): file[key] for key in file if key.startswith(prefix)}
+
+
+# ---------------------------------------------------- policies as ledgers and checkpoints name them
+def policy_of(text: str) -> Policy | None:
+    """Return a new policy like the one whose repr is `text`; None if it cannot be made of it."""
+    names = {name.lower(): getattr(optimizers, name) for name in optimizers.NATIVE}
+    names |= resolve.names()
+    del names["replay"]  # may read files
+    try:
+        found: Any = spec_strings.parse(text, names)
+    except ValueError:
+        return None
+    return found if isinstance(found, Policy) else None
+
+
+def compressor_at(policy: Policy | None, name: str, level: int) -> str:
+    """Return the compressor of a layer at a level as text; empty if it is unknown."""
+    if policy is None:
+        return ""
+    try:
+        levels: tuple[Any, ...] = policy.levels(name)
+    except ValueError:  # of a policy that knows its layers by name
+        return ""
+    if policy.gate is not None:
+        levels += policy.gate.fallbacks
+    return repr(levels[level]) if level < len(levels) else ""
+
+
+def start_of(policy: Policy | None, name: str) -> str:
+    """Return the compressor of a layer before the first decision; empty if it is unknown."""
+    return "" if policy is None else compressor_at(policy, name, policy.start(name))

@@ -40,7 +40,7 @@ class History:
     @functools.cached_property
     def starts(self) -> dict[str, str]:
         """Return the compressor of each layer before its first decision, if the policy tells it."""
-        from accordion_hvd.tools.recorded import policy_of, start_of
+        from accordion_hvd.tools.checkpoints import policy_of, start_of
 
         policy = policy_of(self.policy) if self.policy else None
         names = dict.fromkeys([*self.layers, *(row["name"] for row in self.rows)])
@@ -126,7 +126,6 @@ def read(path: Path) -> list[History]:
 
 
 def _manifest(directory: Path) -> Path:
-    """Return the manifest of the newest complete checkpoint."""
     from accordion_hvd.engine import checkpoint_files
     from accordion_hvd.tools import checkpoints
 
@@ -189,7 +188,6 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def _cell(row: Row, column: str) -> str:
-    """Return a cell; empty if the decision lacks the fact."""
     value = row.get("name" if column == "layer" else column)
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return ""

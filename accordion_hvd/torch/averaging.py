@@ -239,8 +239,6 @@ class _ModelAveraging:
 
 
 class _Tensors(Parameters):
-    """Floating-point tensors and their names."""
-
     def __init__(self, named: Named) -> None:
         self._named = [(name, x) for name, x in named if x.is_floating_point()]
         self.device = self._named[0][1].device if self._named else None

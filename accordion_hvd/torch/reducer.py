@@ -494,7 +494,6 @@ class Reducer(GradientAverager[Exchange]):
 
 
 def _add_hook(parameter: torch.Tensor, reducer: weakref.ref[Reducer]) -> None:
-    """Add a hook that notifies `reducer`, and remove the hook of an earlier reducer."""
     if parameter in _hooks:
         _hooks[parameter].remove()
     notify = functools.partial(_notify, reducer)

@@ -307,6 +307,28 @@ def test_a_step_that_is_given_up_leaves_no_trace(framework: Framework) -> None:
         np.testing.assert_allclose(framework.array(entry.evidence["gradients"]), seen, atol=1e-6)
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
+def test_different_plans_are_told_before_any_state_changes(
+    framework: Framework, late: bool
+) -> None:
+    """An accelerator's host reads the number of a plan that ranks know with the flags."""
+    world, (first, second, third) = simulate(TopK(0.1), 2), several(2, 3)
+    step(world, framework, first)  # finds the sizes of messages, by which the plan is made
+    step(world, framework, second)
+    before = states(world, framework)
+    world.exchanges[1].layout.number += 1
+    for exchange in world.exchanges:
+        exchange.layout.compares_early = not late
+    with pytest.raises(RuntimeError, match="ranks disagree about the tensors to exchange"):
+        step(world, framework, third)
+    for exchange in world.exchanges:  # as wrappers do after an error
+        exchange.abort()
+    for mine, was in zip(states(world, framework), before, strict=True):
+        for key, x in mine.items():
+            np.testing.assert_allclose(x, was[key], atol=1e-6)
+
+
 TWINS = [("a", (24, 50)), ("b", (40, 30)), ("c", (24, 50)), ("d", (24, 50)), ("e", (40, 30))]
 
 

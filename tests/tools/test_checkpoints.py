@@ -17,7 +17,7 @@ from accordion_hvd import Accordion, Gate, PowerSGD, TopK, simulate
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine import checkpoint_files as files
 from accordion_hvd.simulation.one_process import World
-from accordion_hvd.tools import checkpoints, recorded
+from accordion_hvd.tools import checkpoints
 from accordion_hvd.tools.command import main
 
 
@@ -200,9 +200,9 @@ def test_compressors_by_the_policys_text() -> None:
     `Replay`, which would read a file, is not made from its text.
     """
     policy = Accordion(low=PowerSGD(4), high=TopK(0.1), gate=Gate())
-    again = recorded.policy_of(repr(policy))
-    found = [recorded.compressor_at(again, "w", level) for level in range(5)]
+    again = checkpoints.policy_of(repr(policy))
+    found = [checkpoints.compressor_at(again, "w", level) for level in range(5)]
     assert found == [repr(x) for x in (PowerSGD(4), TopK(0.1), *Gate().fallbacks)] + [""]
-    assert recorded.start_of(again, "w") == repr(PowerSGD(4))
-    assert recorded.policy_of("Replay('/dev/zero')") is None
-    assert recorded.policy_of("MyPolicy(3)") is None and not recorded.start_of(None, "w")
+    assert checkpoints.start_of(again, "w") == repr(PowerSGD(4))
+    assert checkpoints.policy_of("Replay('/dev/zero')") is None
+    assert checkpoints.policy_of("MyPolicy(3)") is None and not checkpoints.start_of(None, "w")

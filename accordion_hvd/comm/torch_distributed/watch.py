@@ -156,7 +156,6 @@ class Watch:
             self._seen = {}
 
     def _look(self) -> None:
-        """Read the other ranks' entries."""
         seen, now = {}, time.monotonic()
         for rank in self._others:
             known = self._store.check([str(rank)])

@@ -154,7 +154,6 @@ def _short(name: str, most: int = 20) -> str:
 
 
 def _ticks(most: float) -> list[float]:
-    """Return three to six round numbers from 0 to at least `most`."""
     power = 10.0 ** math.floor(math.log10(most))
     step = next(power * x for x in (0.2, 0.5, 1, 2) if power * x * 5 >= most)
     return [step * i for i in range(math.ceil(most / step - 1e-9) + 1)]

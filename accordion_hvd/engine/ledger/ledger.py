@@ -355,7 +355,6 @@ def _sent_over_tcp() -> float:
 
 
 def _groups(step: Step) -> list[dict[str, Any]]:
-    """Return the costs of the fusion groups of a step."""
     return [
         {
             "label": label,

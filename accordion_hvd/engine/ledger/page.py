@@ -68,7 +68,6 @@ def page(found: Found) -> str:
 
 
 def _cards(summary: Summary) -> Iterator[str]:
-    """Yield the most important figures."""
     yield _card(percent(summary.share), f"of a step of {ms(summary.seconds)} is communication")
     sent = f"{size(summary.sent)} instead of {size(summary.dense)} per step and rank"
     yield _card(f"{summary.ratio:.3g} x", f"fewer bytes: {sent}")

@@ -109,7 +109,6 @@ def _plan(
     price: float | None,
     path: Path | None,
 ) -> None:
-    """Measure, predict, and print the table."""
     from accordion_hvd.tools.plan import table
     from accordion_hvd.tools.plan.model import companions, measure
 
@@ -149,7 +148,6 @@ def threads(cluster: Cluster) -> int:
 
 
 def _describe(model: Model, cluster: Cluster, engine: str) -> str:
-    """Return a line about the model and one about the cluster."""
     from accordion_hvd.simulation.prediction import GOODPUT
 
     tensors = number_of(len(model.gradients.tensors), "tensor")

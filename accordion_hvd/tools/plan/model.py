@@ -119,7 +119,6 @@ def measure(word: str, compute: float | None, threads: int) -> Model:
 
 
 def _torch(model: Any, step: Callable[[], Any] | None, compute: float | None) -> Model:
-    """Return a model of PyTorch; its gradients are timed during the backward pass."""
     import torch
 
     named = [(name, x) for name, x in model.named_parameters() if x.requires_grad]
@@ -180,7 +179,6 @@ def _readiness(
 
 
 def _keras(model: Any, step: Callable[[], Any] | None, compute: float | None) -> Model:
-    """Return a Keras model; its gradients are exchanged after the backward pass."""
     xp = backend("tensorflow")
     variables = list(reversed(model.trainable_variables))
     generator = np.random.default_rng(0)
@@ -205,7 +203,6 @@ def _keras(model: Any, step: Callable[[], Any] | None, compute: float | None) ->
 def _timed(
     step: Callable[[], Any], synchronize: Callable[[], None]
 ) -> tuple[list[float], list[float]]:
-    """Return the times at which steps have begun and ended."""
     for _ in range(WARM_UP):
         step()
     starts: list[float] = []
