@@ -185,7 +185,6 @@ class OnebitLamb(OnebitAdam, Lamb):
         return clipped(factor, *bounds)
 
     def _fresh_rate(self, state: State, info: Info) -> Any:
-        """Return the inverse bias correction of v~."""
         if not self.bias_correction:
             return 1.0
         xp, beta = namespace(state["count"]), self.setting(info, "betas")[1]

@@ -307,7 +307,6 @@ class GlooLink:
         return (0.0 if inside else self.cluster.rtt) + self._engine.hop * self.cluster.slowness
 
     def _times(self, operation: Operation) -> tuple[float, float]:
-        """Return the seconds of an operation, and those in which it fills the link."""
         ranks, inside = self._ranks(operation), self._inside(operation)
         if ranks == 1:
             return 0.0, 0.0

@@ -8,14 +8,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from accordion_hvd import optimizers, resolve
-from accordion_hvd.core import spec_strings
-from accordion_hvd.policies import Policy
 from accordion_hvd.tools.text import number_of, short, size, table
+
+if TYPE_CHECKING:
+    from accordion_hvd.policies import Policy
 
 MOST_RANKS = 16
 """Largest number of ranks with a row each."""
@@ -149,7 +149,6 @@ def _described(found: Checkpoint, quick: bool) -> str:
 
 
 def _facts(about: dict[str, Any]) -> str:
-    """Return the compression of an optimizer, and a line of facts."""
     name = about.get("compression") or about.get("averaging") or about.get("kind") or "unknown"
     policy = about.get("policy") or {}
     facts = [f"after step {about.get('steps')}"]
@@ -243,6 +242,9 @@ def _load(folder: Path, ranks: int, number: int, rank: int) -> dict[str, Any]:
 # ---------------------------------------------------- policies as ledgers and checkpoints name them
 def policy_of(text: str) -> Policy | None:
     """Return a new policy like the one whose repr is `text`; None if it cannot be made of it."""
+    from accordion_hvd import optimizers, policies, resolve
+    from accordion_hvd.core import spec_strings
+
     names = {name.lower(): getattr(optimizers, name) for name in optimizers.NATIVE}
     names |= resolve.names()
     del names["replay"]  # may read files
@@ -250,7 +252,7 @@ def policy_of(text: str) -> Policy | None:
         found: Any = spec_strings.parse(text, names)
     except ValueError:
         return None
-    return found if isinstance(found, Policy) else None
+    return found if isinstance(found, policies.Policy) else None
 
 
 def compressor_at(policy: Policy | None, name: str, level: int) -> str:

@@ -166,7 +166,6 @@ def summarize(found: Found) -> Summary:
 
 
 def _ranks(found: Found) -> list[Rank]:
-    """Return the ranks from the last table that ranks have shared."""
     tables = found["ranks"]["tables"]
     if not tables:
         return []
