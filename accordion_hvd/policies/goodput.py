@@ -170,6 +170,7 @@ def _sample(x: Tensor, step: Step) -> Tensor:
     return xp.cast(rows[:, :: _stride(xp.shape(rows)[1])], "float32")
 
 
+# --------------------------------------------------------------------------------------- the policy
 NEARLY_EXACT = (Dense, FP16, BF16)
 LEAST = 0.05  # lower bound of an efficiency, which is a quotient of noisy numbers
 FIRST_TRIAL = 4  # windows before the first trial of a stronger level; the number doubles

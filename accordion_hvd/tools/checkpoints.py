@@ -167,7 +167,6 @@ def _facts(about: dict[str, Any]) -> str:
 
 
 def _layers(about: dict[str, Any], kept: Sequence[Sequence[Kept]]) -> str:
-    from accordion_hvd.tools.checkpoints import compressor_at, policy_of
 
     policy, served = policy_of(about["compression"]), about["policy"]["current"]
     rows = [["layer", "compressor", "also kept", "shape", "steps", "state", "residual"]]

@@ -129,7 +129,7 @@ def start_horovod(init: Callable[[], Any]) -> Any:
     """Start Horovod by a function; process sets can be added later if that costs nothing."""
     adapter = _horovod()
     adapter.process_sets.let_add()
-    return adapter.tcp.start(init)
+    return adapter.connections.start(init)
 
 
 def _torch_connects() -> bool:

@@ -64,6 +64,7 @@ _started: dict[int, Handle] = {}
 _numbers = itertools.count()
 
 
+# ------------------------------------------------------------------------------ pending operations
 def _communicator(process_set: Any) -> TorchCommunicator:
     """Return a communicator of the ranks of a process set.
 

@@ -24,8 +24,11 @@ from accordion_hvd.tensorflow.functions import broadcast_global_variables, init
 from accordion_hvd.tensorflow.keras import callbacks, compressed, elastic
 from accordion_hvd.tensorflow.keras.batches import AccordionDataset
 from accordion_hvd.tensorflow.keras.compressed import *  # noqa: F403
-from accordion_hvd.tensorflow.keras.optimizer import DistributedOptimizer
-from accordion_hvd.tensorflow.keras.saving import PartialDistributedOptimizer, load_model
+from accordion_hvd.tensorflow.keras.optimizer import (
+    DistributedOptimizer,
+    PartialDistributedOptimizer,
+)
+from accordion_hvd.tensorflow.keras.saving import load_model
 
 _OURS = {
     "AccordionDataset": AccordionDataset,

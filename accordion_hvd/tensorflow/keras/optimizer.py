@@ -26,7 +26,14 @@ from accordion_hvd.resolve import Compression, resolve
 from accordion_hvd.tensorflow import validation
 from accordion_hvd.tensorflow.averager import TensorFlowGradientAverager
 from accordion_hvd.tensorflow.averaging import TensorFlowModelAverager, Variables
-from accordion_hvd.tensorflow.variables import call_back, create, key_of, multiplied, when
+from accordion_hvd.tensorflow.variables import (
+    call_back,
+    create,
+    key_of,
+    multiplied,
+    weights_of,
+    when,
+)
 from accordion_hvd.validate import OWNER, check_adasum, check_arguments, check_passes, validate
 
 
@@ -158,6 +165,31 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     wrapped = wrap(optimizer, settings)
     if wrapped.averaging is not None:
         wrapped.averaging.set_up_early()
+    return wrapped
+
+
+def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: keras.optimizers.Optimizer,
+    *args: Any,
+    local_layers: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Return a `DistributedOptimizer` that does not average the gradients of `local_layers`.
+
+    Args:
+        optimizer: the Keras optimizer.
+        args: further arguments of `DistributedOptimizer`.
+        local_layers: a layer or several layers, which are built.
+        kwargs: further arguments of `DistributedOptimizer`.
+
+    Raises:
+        ValueError: if `local_layers` contains an object that is not a layer; also the errors of
+            `DistributedOptimizer`.
+    """
+    local = weights_of(local_layers)
+    wrapped = DistributedOptimizer(optimizer, *args, **kwargs)
+    for variable in local:
+        wrapped.register_local_var(variable)
     return wrapped
 
 

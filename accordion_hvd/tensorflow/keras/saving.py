@@ -1,4 +1,4 @@
-"""Loading of saved models, and an optimizer that leaves the gradients of some layers alone."""
+"""Loading of saved models with a distributed optimizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import keras
 
 from accordion_hvd.comm.horovod.tensorflow import hvd
 from accordion_hvd.tensorflow.keras.optimizer import DistributedOptimizer
-from accordion_hvd.tensorflow.variables import weights_of
 
 
 def load_model(
@@ -58,29 +57,3 @@ def _usable(optimizer: Any, filepath: Any) -> Any:
         stacklevel=3,
     )
     return type(optimizer).from_config(optimizer.get_config())
-
-
-# -------------------------------------- an optimizer that leaves the gradients of some layers alone
-def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
-    optimizer: keras.optimizers.Optimizer,
-    *args: Any,
-    local_layers: Any = None,
-    **kwargs: Any,
-) -> Any:
-    """Return a `DistributedOptimizer` that does not average the gradients of `local_layers`.
-
-    Args:
-        optimizer: the Keras optimizer.
-        args: further arguments of `DistributedOptimizer`.
-        local_layers: a layer or several layers, which are built.
-        kwargs: further arguments of `DistributedOptimizer`.
-
-    Raises:
-        ValueError: if `local_layers` contains an object that is not a layer; also the errors of
-            `DistributedOptimizer`.
-    """
-    local = weights_of(local_layers)
-    wrapped = DistributedOptimizer(optimizer, *args, **kwargs)
-    for variable in local:
-        wrapped.register_local_var(variable)
-    return wrapped
