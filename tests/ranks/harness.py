@@ -21,7 +21,9 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -55,7 +57,7 @@ def _open(kind: str) -> TextIO:
 
 
 _record = _open("jsonl") if _FOLDER else None
-_stacks = _open("batching") if _FOLDER else sys.stderr
+_stacks = _open("stacks") if _FOLDER else sys.stderr
 faulthandler.enable(_stacks)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs of the background
 faulthandler.register(signal.SIGUSR1, _stacks)  # launch.py sends it after its own limit
@@ -164,7 +166,20 @@ def _run(name: str, check: Callable[[], None]) -> None:
 def _watch() -> threading.Timer:
     """Start timers that print all stacks at the limit and end the process a little later."""
     faulthandler.dump_traceback_later(LIMIT, file=_stacks)
-    timer = threading.Timer(LIMIT + _GRACE, os._exit, (1,))
+    timer = threading.Timer(LIMIT + _GRACE, _end_late)
     timer.daemon = True
     timer.start()
     return timer
+
+
+def _end_late() -> None:
+    """Print what all threads do outside Python, too, where gdb is at hand; end the process."""
+    try:
+        words = ["gdb", "-p", str(os.getpid()), "-batch", "-ex", "thread apply all backtrace 12"]
+        found = subprocess.run(words, capture_output=True, text=True, timeout=60).stdout
+        for thread in found.split("\nThread ")[1:]:
+            frames = re.findall(r"^#\d+ +(?:0x\w+ in )?([^\s(]+)", thread, re.MULTILINE)
+            _stacks.write(f"{thread.splitlines()[0]} {' < '.join(frames)}"[:400] + "\n")
+    except (OSError, subprocess.SubprocessError) as error:
+        _stacks.write(f"no native stacks: {error}\n")
+    os._exit(1)

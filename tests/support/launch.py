@@ -64,7 +64,7 @@ class Report:
         command: the command that was started.
         ranks: number of ranks that it starts.
         outcomes: check -> rank -> outcome.
-        batching: rank -> stack traces of its threads, if a time limit passed.
+        stacks: rank -> stack traces of its threads, if a time limit passed.
         status: exit status of the launcher; None if it had to be killed.
         output: stdout and stderr.
         seconds: duration of the launch.
@@ -74,7 +74,7 @@ class Report:
     command: list[str]
     ranks: int
     outcomes: dict[str, dict[int, Outcome]] = field(default_factory=dict)
-    batching: dict[int, str] = field(default_factory=dict)
+    stacks: dict[int, str] = field(default_factory=dict)
     status: int | None = None
     output: str = ""
     seconds: float = 0.0
@@ -103,8 +103,8 @@ class Report:
         for rank in range(self.ranks):
             state = told[rank].status if rank in told else "not reached"
             lines.append(f"rank {rank}: {state}; last in {self.last(rank)}")
-            if rank in self.batching and not failed:
-                lines.append(f"--- rank {rank} was here:\n{self.batching[rank][-_TAIL:]}")
+            if rank in self.stacks and not failed:
+                lines.append(f"--- rank {rank} was here:\n{self.stacks[rank][-2 * _TAIL :]}")
         return "\n".join([*lines, "--- output:", self.output[-_TAIL:]])
 
     def _ends_early(self) -> bool:
@@ -112,7 +112,7 @@ class Report:
         return set(self.outcomes) <= {"(init)"}
 
     def _has_crashed(self, rank: int) -> bool:
-        return "Fatal Python error" in self.batching.get(rank, "")
+        return "Fatal Python error" in self.stacks.get(rank, "")
 
     def culprits(self) -> list[str]:
         """Return a line for each check that failed or hung on a rank."""
@@ -131,8 +131,8 @@ class Report:
             return f"the launch was ended after {self.seconds:.0f} s"
         waiting = [rank for rank, o in sorted(told.items()) if o.status == "begin"]
         stuck = [rank for rank in waiting if not self._has_crashed(rank)]
-        if any(rank in self.batching for rank in stuck):
-            return f"took too long on rank(s) {[r for r in stuck if r in self.batching]}"
+        if any(rank in self.stacks for rank in stuck):
+            return f"took too long on rank(s) {[r for r in stuck if r in self.stacks]}"
         crashed = _CRASHED.search(self.output)
         which = f", since rank {crashed[crashed.lastgroup]} has ended" if crashed else ""
         return f"the launcher ended with status {self.status}{which}"
@@ -283,7 +283,7 @@ def launch_elastic(script: str, words: Sequence[str], limit: float) -> tuple[Rep
         command += ["--max-np", "3", "--host-discovery-script", str(discovery)]
         report = Report([*command, sys.executable, str(RANKS / script), *words], 3)
         _run(report, folder, limit, {"ELASTIC_HOSTS": str(hosts), "PYTHONHASHSEED": _hash_seed()})
-        for file in sorted(Path(folder).glob("*.batching")):
+        for file in sorted(Path(folder).glob("*.stacks")):
             report.output += f"\n--- {file.stem} was here:\n{file.read_text()}"
         return report, _told(folder)
 
@@ -409,13 +409,13 @@ def _find(launcher: str) -> str | None:
 
 def _read(report: Report, folder: Path) -> None:
     for rank in range(report.ranks):
-        record, batching = folder / f"rank{rank}.jsonl", folder / f"rank{rank}.batching"
+        record, stacks = folder / f"rank{rank}.jsonl", folder / f"rank{rank}.stacks"
         for line in record.read_text().splitlines() if record.exists() else []:
             row = json.loads(line)
             outcome = Outcome(row["status"], row["text"], row["seconds"])
             report.outcomes.setdefault(row["check"], {})[rank] = outcome
-        if batching.exists() and batching.stat().st_size:
-            report.batching[rank] = batching.read_text(errors="replace")
+        if stacks.exists() and stacks.stat().st_size:
+            report.stacks[rank] = stacks.read_text(errors="replace")
 
 
 def need(launcher: str) -> None:
