@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.compressors.sparsifier import Ratio, SparseCodec, decode, encode
+from accordion_hvd.compressors.sparsifier import (
+    Chosen,
+    Ratio,
+    SparseCodec,
+    decode,
+    encode,
+    mean_of,
+    without,
+)
 from accordion_hvd.core.base import Info, Tensor
 from accordion_hvd.core.codec import Message, Reader
 from accordion_hvd.ops import namespace
+from accordion_hvd.ops.spec import ITEMSIZE
 
 _LARGEST = {"float16": 65504.0, "float32": math.inf}
 
@@ -29,32 +39,46 @@ class TopK(Ratio, SparseCodec):
         ratio: fraction of the elements to send, in (0, 1]; at least one element is sent. Default:
             0.01.
         wire: dtype of the values sent, "float32" or "float16". Default: "float32".
+        chunk: number of elements, 2 to 4096: divide each tensor into chunks of about this size,
+            each with elements from all over the tensor, and send the largest of each chunk. On an
+            accelerator this takes fewer and faster operations, but the elements are not quite the
+            largest of the tensor. Default: None, the largest of the whole tensor.
 
     Traffic: about 5.2 k (N - 1) bytes per rank for k elements in a ring of N ranks at a ratio of
     0.01 (3.2 with fp16 values), so traffic grows with the number of ranks. An index takes 1.2 bytes
-    (`ops.indices`).
+    (`ops.indices`); in a chunk 1.5, or 1 if `chunk` is at most 256.
     """
 
     contractive: ClassVar[bool] = True
 
     wire: str = "float32"
+    chunk: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check.one_of(self, "wire", self.wire, tuple(_LARGEST))
+        if self.chunk is not None:
+            check.integer(self, "chunk", self.chunk, least=2, most=4096)
 
     def encode(self, x: Tensor, info: Info) -> Message:
         """Return indices and values as one vector of bytes."""
         xp = namespace(x)
+        if self._chunks(xp.shape(x)[-1]):
+            return self._of_chunks(x)
         return self._packed(x, xp.largest_index(x, self.kept(xp.shape(x)[-1])))
 
     def encode_accumulating(self, error: Tensor, x: Tensor, info: Info) -> tuple[Message, Tensor]:
         """Return the message for error + x, and that sum, in one pass over memory."""
         xp = namespace(error)
+        if self._chunks(xp.shape(error)[-1]):
+            total = xp.accumulate(error, x)
+            return self._of_chunks(total), total
         total, index = xp.accumulate_largest(error, x, self.kept(xp.shape(error)[-1]))
         return self._packed(total, index), total
 
-    def readers(self, shape: tuple[int, ...]) -> tuple[Reader]:
+    def readers(self, shape: tuple[int, ...]) -> tuple[Reader, ...]:
+        if self._chunks(shape[-1]):
+            return ()  # every payload of the right size is valid
         count = math.prod(shape[:-1]) * self.kept(shape[-1])
         return (partial(decode, size=math.prod(shape), wire=self.wire, count=count),)
 
@@ -70,3 +94,67 @@ class TopK(Ratio, SparseCodec):
             return values
         limit = xp.full((1,), largest, "float32", xp.device(values))
         return xp.cast(xp.clip(values, limit), self.wire)
+
+    # ----------------------------------------------------------------- the largest of each chunk
+    def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
+        if self._chunks(namespace(like).shape(like)[-1]):
+            return mean_of(self._read(messages, like), like)
+        return super().mean(messages, like, info)
+
+    def remove(self, total: Tensor, message: Message, info: Info) -> Tensor:
+        if self._chunks(namespace(total).shape(total)[-1]):
+            return without(total, self._read([message], total)[0])
+        return super().remove(total, message, info)
+
+    def _chunks(self, size: int) -> int:
+        """Return the number of chunks of a tensor; 0 if its largest elements are sent.
+
+        A chunk has `width` elements or one less, so fewer than `width` can be selected in each.
+        """
+        chunks = -(-size // self.chunk) if self.chunk else 0
+        width = -(-size // max(chunks, 1))
+        return chunks if self.kept(width) < width else 0
+
+    @property
+    def _wide(self) -> bool:
+        """Return whether a place in a chunk takes more than 8 bits."""
+        return self.chunk is not None and self.chunk > 256
+
+    def _of_chunks(self, x: Tensor) -> Message:
+        """Return the values, then the low 8 and the high 4 bits of their places in the chunks."""
+        xp, size = namespace(x), namespace(x).shape(x)[-1]
+        chunks = self._chunks(size)
+        place = xp.largest_of_chunks(x, chunks, self.kept(-(-size // chunks)))
+        index = xp.reshape(self._index(place, size), (-1,))
+        values = self._rounded(xp.take(xp.reshape(x, (-1,)), index))
+        place = xp.reshape(xp.to_bytes(place), (-1, 4))
+        parts = [xp.to_bytes(values), place[:, 0]]
+        return (xp.concat(parts + [xp.pack_bits(place[:, 1], 4)] * self._wide),)
+
+    def _read(self, messages: Sequence[Message], like: Tensor) -> list[Chosen]:
+        """Return the positions and values of all messages, which are parsed together."""
+        xp, shape, ranks = namespace(like), namespace(like).shape(like), len(messages)
+        rows, chunks = math.prod(shape[:-1]), self._chunks(shape[-1])
+        kept = self.kept(-(-shape[-1] // chunks))
+        count, item = rows * kept * chunks, ITEMSIZE[self.wire]
+        received = xp.stack([payload for (payload,) in messages])
+        place = xp.cast(received[:, item * count : (item + 1) * count], "int32")
+        if self._wide:
+            high = xp.reshape(received[:, (item + 1) * count :], (-1,))
+            codes = xp.unpack_bits(high, 4, ranks * (count + count % 2))
+            place = place + xp.cast(xp.reshape(codes, (ranks, -1)), "int32")[:, :count] * 256
+        index = self._index(xp.reshape(place, (ranks, rows, kept, chunks)), shape[-1])
+        values = xp.reshape(received[:, : item * count], (-1,))
+        values = xp.from_bytes(values, self.wire, (ranks, count))
+        pairs = zip(xp.unstack(index), xp.unstack(values), strict=True)
+        return [(xp.reshape(i, (-1,)), x) for i, x in pairs]
+
+    def _index(self, place: Tensor, size: int) -> Tensor:
+        """Return positions in the tensor: element i of chunk j has position i * chunks + j."""
+        xp, (*_, rows, _, chunks) = namespace(place), namespace(place).shape(place)
+        device = xp.device(place)
+        last = xp.full((1,), size - 1, "int32", device)  # of a payload, a place may be too large
+        index = xp.minimum(place * chunks + xp.cast(xp.arange(chunks, device), "int32"), last)
+        if rows == 1:
+            return index
+        return index + xp.reshape(xp.cast(xp.arange(rows, device), "int32") * size, (rows, 1, 1))

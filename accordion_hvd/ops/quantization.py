@@ -49,7 +49,7 @@ def packed_length(count: int, bits: int) -> int:
 
 def pack_bits(codes: np.ndarray, bits: int) -> np.ndarray:
     """Pack codes (uint8, below 2^bits) of 1 to 8 bits."""
-    codes = codes.reshape(-1)
+    codes = np.ascontiguousarray(codes).reshape(-1)
     packed = np.empty(packed_length(codes.size, bits), np.uint8)
     for start, block in _blocks(codes):
         _pack_block(block, bits, packed, start, codes.size)

@@ -136,6 +136,22 @@ def largest_of_bins(x: np.ndarray, width: int) -> np.ndarray:
     return np.concatenate(positions).astype(np.int32)
 
 
+def largest_of_chunks(x: np.ndarray, chunks: int, count: int) -> np.ndarray:
+    """Return the places of the `count` largest magnitudes in each chunk of each row of `x`.
+
+    Chunk j of a row has the row's elements j, j + chunks, j + 2 chunks, ...
+
+    Returns:
+        int32 (rows, count, chunks), ascending in each chunk: place i is that of element
+        i * chunks + j. Of equal magnitudes the first are selected.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    padded = np.pad(rows, [(0, 0), (0, -rows.shape[1] % chunks)])
+    by_chunk = np.ascontiguousarray(padded.reshape(len(rows), -1, chunks).swapaxes(1, 2))
+    place = largest_index(by_chunk, count) % np.int32(by_chunk.shape[2])
+    return np.ascontiguousarray(place.reshape(len(rows), chunks, count).swapaxes(1, 2))
+
+
 def _of_bins(size: int, width: int) -> Iterator[slice]:
     """Yield parts of a vector with full bins that fit into the cache; then the shorter last bin."""
     full, step = size // width * width, max(_BLOCK // width, 1) * width

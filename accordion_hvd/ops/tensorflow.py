@@ -401,6 +401,13 @@ def largest_of_bins(x: Tensor, width: int) -> Tensor:
     return _on_host(oracle.largest_of_bins, [x, width], tf.int32, (count,))
 
 
+def largest_of_chunks(x: Tensor, chunks: int, count: int) -> Tensor:
+    """Return the places of the `count` largest magnitudes in each chunk; see `ops.selection`."""
+    rows = _size(x) // shape(x)[-1]
+    given = [x, chunks, count]
+    return _on_host(oracle.largest_of_chunks, given, tf.int32, (rows, count, chunks))
+
+
 def pack_bins(index: Tensor, signs: Tensor, shape: Sequence[int], width: int) -> Tensor:
     """Pack positions in bins, and signs, into one or two bytes each; not in a graph."""
     return tf.convert_to_tensor(bins.pack(to_numpy(index), to_numpy(signs) < 0, shape, width))

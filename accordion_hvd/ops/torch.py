@@ -471,6 +471,15 @@ def largest_of_bins(x: Tensor, width: int) -> Tensor:
     return (index + first).reshape(-1).int()
 
 
+@_numpy_on_cpu
+def largest_of_chunks(x: Tensor, chunks: int, count: int) -> Tensor:
+    """Return the places of the `count` largest magnitudes in each chunk; see `ops.selection`."""
+    rows = x.reshape(-1, x.shape[-1]).abs()
+    padded = torch.nn.functional.pad(rows, (0, -rows.shape[1] % chunks), value=-1)
+    place = torch.topk(padded.view(len(rows), -1, chunks), count, 1, sorted=False).indices
+    return place.sort(1).values.int()
+
+
 def pack_bins(index: Tensor, signs: Tensor, shape: Sequence[int], width: int) -> Tensor:
     """Pack positions in bins, and signs, into one or two bytes each; on the host."""
     negative = to_numpy(signs) < 0

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import laws
 import numpy as np
+import pytest
 from frameworks import Ranks, normals
 
 from accordion_hvd import STC, TopK, simulate
+from accordion_hvd.core.base import Info
 
 
 def test_at_least_one_is_kept() -> None:
@@ -23,6 +25,30 @@ def test_topk_sends_the_largest() -> None:
         wanted[largest] = total[largest]
         np.testing.assert_allclose(world.step([gradient])[0].reshape(-1), wanted, atol=1e-6)
         error = total - wanted
+
+
+@pytest.mark.parametrize("chunk", [100, 700])
+def test_topk_sends_the_largest_of_each_chunk(chunk: int) -> None:
+    """Chunk j has every n-th element from element j on; one chunk may be shorter."""
+    size, chunks = 1197, -(-1197 // chunk)
+    kept = int(0.1 * -(-size // chunks))
+    world, error = Ranks(TopK(0.1, chunk=chunk), 1), np.zeros(size)
+    for (gradient,) in normals((3, 399), 1, steps=5):
+        total = error + gradient.reshape(-1)
+        wanted = np.zeros(size)
+        for j in range(chunks):
+            largest = j + chunks * np.argsort(-np.abs(total[j::chunks]))[:kept]
+            wanted[largest] = total[largest]
+        np.testing.assert_allclose(world.step([gradient])[0].reshape(-1), wanted, atol=1e-6)
+        error = total - wanted
+
+
+def test_any_places_in_chunks_stay_within_the_tensor() -> None:
+    """Bytes of a broken sender reach no other memory: places end at the last element."""
+    codec, like = TopK(0.1, chunk=700), np.zeros(1197, np.float32)
+    (message,) = codec.encode(np.arange(1197, dtype=np.float32), Info())
+    sums = codec.mean([(np.full_like(message, 255),)], like, Info())
+    assert sums.shape == like.shape
 
 
 def test_stc_sends_signs_times_the_mean_magnitude() -> None:

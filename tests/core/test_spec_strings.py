@@ -79,7 +79,7 @@ def test_a_policy_in_a_word() -> None:
         ("powersdg:4", "did you mean 'powersgd'? allowed are accordion, "),
         ("topk:2", "TopK: ratio is 2"),
         ("topk:0.1,0.2", "TopK: wire is 0.2"),
-        ("topk:0.1,'float16',3", "topk:0.1,'float16',3"),
+        ("topk:0.1,'float16',3,4", "topk:0.1,'float16',3"),
         ("topk:rank=3", "rank"),
         ("topk:alternate", "'alternate' is not known"),
         ("powersgd:4,rank", "'rank' is not known"),

@@ -160,6 +160,9 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     *[("largest_of_bins", (V, width), 0) for width in (1, 7, 40, 50)],
     ("largest_of_bins", (X, 3), 0),
     ("largest_of_bins", (np.zeros((2, 5), np.float32), 2), 0),
+    *[("largest_of_chunks", (V, chunks, 3), 0) for chunks in (1, 7, 8)],
+    ("largest_of_chunks", (X, 3, 1), 0),
+    ("largest_of_chunks", (np.zeros((2, 5), np.float32), 2, 2), 0),
     *[("pack_bins", (INDEX, V[:4], (2, 20), width), 0) for width in (7, 63, 64)],
     ("pack_bins", (INDEX[:0], V[:0], (40,), 7), 0),
     *[("unpack_bins", (bins.pack(INDEX, V[:4] < 0, (40,), w), (40,), w), 0) for w in (7, 64)],
@@ -598,6 +601,9 @@ def test_bins_are_looked_at_alike_on_gpus() -> None:
                 assert same_bits(ours.numpy(), theirs)
             index = xp.largest_of_bins.__wrapped__(torch.tensor(x), width).numpy()
             assert same_bits(index, NUMPY.xp.largest_of_bins(x, width))
+    for x in (V, X, WIDE):  # without equal magnitudes, of which PyTorch may take any
+        place = xp.largest_of_chunks.__wrapped__(torch.tensor(x), 3, 1).numpy()
+        assert same_bits(place, NUMPY.xp.largest_of_chunks(x, 3, 1))
     for wrong in (INDEX, INDEX[::-1].copy(), INDEX - 4, INDEX[:0]):
         for size in (39, 40):
             doubt = xp.invalid_index.__wrapped__(torch.tensor(wrong), size).numpy()

@@ -203,13 +203,17 @@ def powersgd(rank: int, alternate: bool = False) -> Case:
     )
 
 
-def topk(ratio: float, wire: str = "float32") -> Case:
+def topk(ratio: float, wire: str = "float32", chunk: int | None = None) -> Case:
     def rounds(shape: Shape, itemsize: int) -> Rounds:
-        kept = max(1, int(ratio * math.prod(shape)))
-        value = {"float32": 4, "float16": 2}[wire]
-        return [("allgather", value * kept + indices.packed_length(kept, math.prod(shape)))]
+        size, value = math.prod(shape), {"float32": 4, "float16": 2}[wire]
+        chunks = -(-size // chunk) if chunk else 1
+        kept = chunks * max(1, int(ratio * -(-size // chunks)))
+        if chunk:
+            return [("allgather", value * kept + kept + (chunk > 256) * -(-kept // 2))]
+        return [("allgather", value * kept + indices.packed_length(kept, size))]
 
-    return Case(TopK(ratio, wire), rounds, feedback=True, full=TopK(1.0), discrete=True)
+    compressor = TopK(ratio, wire, chunk)
+    return Case(compressor, rounds, feedback=True, full=TopK(1.0, chunk=chunk), discrete=True)
 
 
 def stc(ratio: float) -> Case:
@@ -400,6 +404,8 @@ CASES = [
     topk(0.1),
     topk(0.01),
     topk(0.1, "float16"),
+    topk(0.1, chunk=500),
+    topk(0.03, chunk=100),
     stc(0.1),
     stc(0.01),
     topagg(),
@@ -473,6 +479,7 @@ REFUSED = [
         for bad in (0, -1, 1.5, math.nan, "a", True)
     ],
     *[(TopK, "wire", bad) for bad in ("float64", "int8", None)],
+    *[(TopK, "chunk", bad) for bad in (1, 4097, 0.5, "a", True)],
     *[(TwoLevel, "compressor", bad) for bad in (None, "topk", TopK)],
     (TwoLevel, "compressor", TopAgg(1, None, 1.0)),
     *[(QSGD, "bits", bad) for bad in (0, 9, -1, 2.5, math.nan, "a", True, None)],
