@@ -91,7 +91,7 @@ def pack_signs(x: Tensor, turn: int | None = None) -> Tensor:
     x = _flat(x)
     if turn is None:
         return pack_bits((x >= 0).to(torch.uint8), 1)
-    odd = (torch.arange(x.numel(), device=x.device) + turn % 2) % 2
+    odd = (torch.arange(x.numel(), dtype=torch.int32, device=x.device) + turn % 2) % 2
     return pack_bits((x > (2 * odd - 1) * quantization.SMALLEST).to(torch.uint8), 1)
 
 
@@ -106,8 +106,8 @@ def pack_powers(x: Tensor, seed: int) -> Tensor:
     """Round elements stochastically to powers of two and pack them; see `ops.quantization`."""
     x = _flat(x)
     bits = x.view(torch.int32)
-    magnitude = (bits & 0x7FFFFFFF).long() + _noise(quantization.mantissas, x, seed)
-    exponents = (magnitude.clamp_max(0x7FFFFFFF) >> 23).to(torch.uint8)
+    magnitude = (bits & 0x7FFFFFFF).clamp_max(0x7F800000)  # NaN as infinity: no sum overflows
+    exponents = (magnitude + _noise(quantization.mantissas, x, seed) >> 23).to(torch.uint8)
     return torch.cat([pack_bits((bits < 0).to(torch.uint8), 1), exponents])
 
 
@@ -119,9 +119,8 @@ def sum_powers(parts: Sequence[Tensor], weight: float, like: Tensor) -> Tensor:
 def _powers(packed: Tensor, like: Tensor) -> Tensor:
     count = like.numel()
     signs, exponents = unpack_bits(packed[:-count], 1, count), packed[-count:]
-    bits = (signs.long() << 8 | exponents.long()) << 23
-    bits = bits - ((bits >> 31) << 32)  # wrap to the range of int32
-    return bits.to(torch.int32).view(torch.float32).view(like.shape)
+    bits = -signs.int() << 31 | exponents.int() << 23
+    return bits.view(torch.float32).view(like.shape)
 
 
 def column_means(x: Tensor, packed: Tensor) -> Tensor:
@@ -190,13 +189,14 @@ def _noise(source: Table, x: Tensor, seed: int) -> Tensor:
     count = x.numel()
     windows = torch.arange(-(-count // quantization.WINDOW), device=x.device)
     places = random.hashed(windows, seed) % quantization.TABLE
-    within = torch.arange(quantization.WINDOW, device=x.device)
-    return _table(source, x.device)[(places[:, None] + within).view(-1)[:count]]
+    # A view with each window as a row: one index a window, in place of one an element.
+    rows = _table(source, x.device).unfold(0, quantization.WINDOW, 1)
+    return rows.index_select(0, places).reshape(-1)[:count]
 
 
 @functools.cache
 def _table(source: Table, device: torch.device) -> Tensor:
     values = source()
     if values.dtype == np.uint32:
-        values = values.astype(np.int64)
+        values = values.astype(np.int32)
     return torch.from_numpy(values).to(device)
