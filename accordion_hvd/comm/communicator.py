@@ -17,6 +17,7 @@ from accordion_hvd.comm import packing, timeouts
 from accordion_hvd.comm.collectives import Collectives, Traffic
 from accordion_hvd.core.base import Allgather, Broadcast, Request, Tensor
 from accordion_hvd.core.running import Running, drive
+from accordion_hvd.ops import on_cpu
 
 _PAUSE = 0.1  # length of a pause, as a part of the time waited so far
 _SHORTEST, _LONGEST = 1e-4, 2e-3  # seconds
@@ -108,7 +109,7 @@ class Pending:
         self._communicator = communicator
         together = packing.together(communicator, requests)
         self._decoders = [  # without the requests' tensors, so that their memory can be freed
-            (i, request.decode, _senders(request, communicator), isinstance(request, Allgather))
+            (i, request.decode, _senders(request, communicator), getattr(request, "rows", None))
             for i, request in enumerate(requests)
             if request.decode is not None
         ]
@@ -151,9 +152,16 @@ class Pending:
         xp, results = self._communicator.xp, list(self._results)
         senders: list[Any] = []
         flags: list[Tensor] = []
-        for i, decode, ranks, gathered in self._decoders:
+        for i, decode, ranks, rows in self._decoders:
+            parts = [results[i]] if rows is None else results[i]  # None: it gathers nothing
+            if rows and not on_cpu(xp.device(parts[0])):
+                values, invalid = decode(xp.stack(parts))
+                results[i] = tuple(zip(*map(xp.unstack, values), strict=True))
+                flags.append(invalid)
+                senders += ranks
+                continue
             decoded = []
-            for rank, part in zip(ranks, results[i] if gathered else [results[i]], strict=True):
+            for rank, part in zip(ranks, parts, strict=True):
                 try:
                     value, invalid = decode(part)
                 except ValueError as error:
@@ -161,7 +169,7 @@ class Pending:
                 decoded.append(value)
                 flags.append(invalid)
                 senders.append(rank)
-            results[i] = tuple(decoded) if gathered else decoded[0]
+            results[i] = decoded[0] if rows is None else tuple(decoded)
         if not flags:
             return results
         doubts = xp.concat(flags)

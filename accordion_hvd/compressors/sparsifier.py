@@ -42,6 +42,7 @@ class SparseCodec(Codec):
     """Base class of codecs whose messages are indices and values; other elements are zero."""
 
     batching: ClassVar[str] = "alike"
+    rows: ClassVar[bool] = True
 
     def encode(self, x: Tensor, info: Info) -> Message:
         """Return the message for `x` with a residual of zeros."""
@@ -68,21 +69,21 @@ def decode(
 ) -> tuple[Chosen, Tensor]:
     """Parse a payload of `encode`; return `(index, values)` and a check, as for `Request.decode`.
 
-    If `count` is None, the number of elements follows from the length of the payload; ValueError if
-    no number fits.
+    `payload` may have rows, one from each rank. If `count` is None, the number of elements follows
+    from the length of the payload; ValueError if no number fits.
     """
     xp, item = namespace(payload), ITEMSIZE[wire]
     if count is None:
         count = _count(xp.shape(payload)[0], size, item)
-    index, invalid = places(payload[item * count :], count, size)
-    values = xp.from_bytes(payload[: item * count], wire, (count,))
-    return (index, values), invalid
+    index, invalid = places(payload[..., item * count :], count, size)
+    values = xp.reshape(payload[..., : item * count], (-1,))
+    return (index, xp.from_bytes(values, wire, (*xp.shape(payload)[:-1], count))), invalid
 
 
 def places(payload: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
-    """Parse `count` ascending indices for `Request.decode`; ValueError if the length is wrong."""
+    """Parse `count` ascending indices, or rows of them; ValueError if the length is wrong."""
     xp = namespace(payload)
-    length = xp.shape(payload)[0]
+    length = xp.shape(payload)[-1]
     if length not in (None, indices.packed_length(count, size)):  # None: unknown in a graph
         raise ValueError(f"{count} positions below {size} do not take {length} bytes")
     index = xp.unpack_index(payload, count, size)

@@ -58,12 +58,19 @@ class STC(Ratio, SparseCodec):
 
         def read(payload: Tensor) -> tuple[Chosen, Tensor]:
             xp = namespace(payload)
-            index, invalid = places(payload[signs:], count, math.prod(shape))
-            scale = xp.from_bytes(payload[: 4 * rows], "float32", (rows,))
-            bits = xp.unpack_bits(payload[4 * rows : signs], 1, count)
-            valid = xp.cast(1 - invalid, "int32")  # 0 keeps invalid rows within `scale`
-            row = index * valid // shape[-1]
-            values = (xp.cast(bits, "float32") * 2 - 1) * xp.take(scale, row)
+            index, invalid = places(payload[..., signs:], count, math.prod(shape))
+            lead = xp.shape(payload)[:-1]  # (ranks,) if all ranks' payloads are parsed together
+            scale = xp.from_bytes(xp.reshape(payload[..., : 4 * rows], (-1,)), "float32", (-1,))
+            packed = xp.reshape(payload[..., 4 * rows : signs], (-1,))
+            bits = xp.unpack_bits(packed, 1, 8 * -(-count // 8) * math.prod(lead))
+            bits = xp.cast(xp.reshape(bits, (*lead, -1))[..., :count], "float32")
+            valid = xp.cast(1 - xp.reshape(invalid, (*lead, 1)), "int32")
+            row = index * valid // shape[-1]  # 0 keeps invalid rows within `scale`
+            if lead:
+                first = xp.arange(lead[0], xp.device(payload)) * rows
+                row = row + xp.reshape(xp.cast(first, "int32"), (-1, 1))
+            scales = xp.reshape(xp.take(scale, xp.reshape(row, (-1,))), (*lead, count))
+            values = (bits * 2 - 1) * scales
             return (index, values), invalid
 
         return (read,)

@@ -37,6 +37,7 @@ class Threshold(SparseCodec):
     """
 
     uneven: ClassVar[bool] = True
+    rows: ClassVar[bool] = False
 
     value: float = 0.01
 

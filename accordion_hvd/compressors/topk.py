@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.compressors.sparsifier import (
-    Chosen,
-    Ratio,
-    SparseCodec,
-    decode,
-    encode,
-    mean_of,
-    without,
-)
+from accordion_hvd.compressors.sparsifier import Chosen, Ratio, SparseCodec, decode, encode
 from accordion_hvd.core.base import Info, Tensor
 from accordion_hvd.core.codec import Message, Reader
 from accordion_hvd.ops import namespace
@@ -40,9 +31,9 @@ class TopK(Ratio, SparseCodec):
             0.01.
         wire: dtype of the values sent, "float32" or "float16". Default: "float32".
         chunk: number of elements, 2 to 4096: divide each tensor into chunks of about this size,
-            each with elements from all over the tensor, and send the largest of each chunk. On an
-            accelerator this takes fewer and faster operations, but the elements are not quite the
-            largest of the tensor. Default: None, the largest of the whole tensor.
+            each with elements from all over the tensor, and send the largest of each chunk. A chunk
+            fits into an accelerator's fast memory, but the elements are not quite the largest of
+            the tensor. Default: None, the largest of the whole tensor.
 
     Traffic: about 5.2 k (N - 1) bytes per rank for k elements in a ring of N ranks at a ratio of
     0.01 (3.2 with fp16 values), so traffic grows with the number of ranks. An index takes 1.2 bytes
@@ -78,7 +69,7 @@ class TopK(Ratio, SparseCodec):
 
     def readers(self, shape: tuple[int, ...]) -> tuple[Reader, ...]:
         if self._chunks(shape[-1]):
-            return ()  # every payload of the right size is valid
+            return (partial(self._read, shape=shape),)
         count = math.prod(shape[:-1]) * self.kept(shape[-1])
         return (partial(decode, size=math.prod(shape), wire=self.wire, count=count),)
 
@@ -96,16 +87,6 @@ class TopK(Ratio, SparseCodec):
         return xp.cast(xp.clip(values, limit), self.wire)
 
     # ----------------------------------------------------------------- the largest of each chunk
-    def mean(self, messages: Sequence[Message], like: Tensor, info: Info) -> Tensor:
-        if self._chunks(namespace(like).shape(like)[-1]):
-            return mean_of(self._read(messages, like), like)
-        return super().mean(messages, like, info)
-
-    def remove(self, total: Tensor, message: Message, info: Info) -> Tensor:
-        if self._chunks(namespace(total).shape(total)[-1]):
-            return without(total, self._read([message], total)[0])
-        return super().remove(total, message, info)
-
     def _chunks(self, size: int) -> int:
         """Return the number of chunks of a tensor; 0 if its largest elements are sent.
 
@@ -131,23 +112,25 @@ class TopK(Ratio, SparseCodec):
         parts = [xp.to_bytes(values), place[:, 0]]
         return (xp.concat(parts + [xp.pack_bits(place[:, 1], 4)] * self._wide),)
 
-    def _read(self, messages: Sequence[Message], like: Tensor) -> list[Chosen]:
-        """Return the positions and values of all messages, which are parsed together."""
-        xp, shape, ranks = namespace(like), namespace(like).shape(like), len(messages)
-        rows, chunks = math.prod(shape[:-1]), self._chunks(shape[-1])
-        kept = self.kept(-(-shape[-1] // chunks))
-        count, item = rows * kept * chunks, ITEMSIZE[self.wire]
-        received = xp.stack([payload for (payload,) in messages])
-        place = xp.cast(received[:, item * count : (item + 1) * count], "int32")
+    def _read(self, payload: Tensor, shape: tuple[int, ...]) -> tuple[Chosen, Tensor]:
+        """Parse a payload of `_of_chunks`, or rows of them; all of the right size are valid."""
+        xp, (*_, size) = namespace(payload), shape
+        rows, chunks = math.prod(shape[:-1]), self._chunks(size)
+        kept, item = self.kept(-(-size // chunks)), ITEMSIZE[self.wire]
+        count, lead = rows * kept * chunks, xp.shape(payload)[:-1]
+        wanted, length = (item + 1) * count + self._wide * -(-count // 2), xp.shape(payload)[-1]
+        if length not in (None, wanted):  # None: unknown in a graph
+            raise ValueError(f"{count} elements of chunks do not take {length} bytes")
+        place = xp.cast(payload[..., item * count : (item + 1) * count], "int32")
         if self._wide:
-            high = xp.reshape(received[:, (item + 1) * count :], (-1,))
-            codes = xp.unpack_bits(high, 4, ranks * (count + count % 2))
-            place = place + xp.cast(xp.reshape(codes, (ranks, -1)), "int32")[:, :count] * 256
-        index = self._index(xp.reshape(place, (ranks, rows, kept, chunks)), shape[-1])
-        values = xp.reshape(received[:, : item * count], (-1,))
-        values = xp.from_bytes(values, self.wire, (ranks, count))
-        pairs = zip(xp.unstack(index), xp.unstack(values), strict=True)
-        return [(xp.reshape(i, (-1,)), x) for i, x in pairs]
+            high = xp.reshape(payload[..., (item + 1) * count :], (-1,))
+            codes = xp.unpack_bits(high, 4, math.prod(lead) * (count + count % 2))
+            place = place + xp.cast(xp.reshape(codes, (*lead, -1)), "int32")[..., :count] * 256
+        index = self._index(xp.reshape(place, (*lead, rows, kept, chunks)), size)
+        values = xp.reshape(payload[..., : item * count], (-1,))
+        values = xp.from_bytes(values, self.wire, (*lead, count))
+        nothing = xp.zeros(lead or (1,), "float32", xp.device(payload))
+        return (xp.reshape(index, (*lead, count)), values), nothing
 
     def _index(self, place: Tensor, size: int) -> Tensor:
         """Return positions in the tensor: element i of chunk j has position i * chunks + j."""

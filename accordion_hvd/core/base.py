@@ -71,9 +71,12 @@ class Allgather(Request):
     Attributes:
         uneven: whether the first dimension may differ between ranks, which costs one more
             allgather, of the sizes.
+        rows: whether `decode` also takes the ranks' tensors as rows of one, and returns a tuple of
+            tensors and the flags of all ranks. On an accelerator, one call then serves all ranks.
     """
 
     uneven: bool = field(default=False, kw_only=True)
+    rows: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,12 +38,14 @@ class Codec(Compressor):
             allreduce, decodes to the mean of the decoded messages. Any further parts stay on this
             rank, for `mean` and `remove`.
         unbiased: whether a decoded message is the tensor in expectation, which `Diana` needs.
+        rows: whether readers also take rows, one from each rank (`Allgather.rows`).
     """
 
     feedback: ClassVar[bool] = True
     uneven: ClassVar[bool] = False
     summed: ClassVar[bool] = False
     unbiased: ClassVar[bool] = False
+    rows: ClassVar[bool] = False
 
     def specialize(self, info: Info) -> Codec:
         """Return the codec that serves the tensor of an exchange; by default, this codec.
@@ -151,7 +153,7 @@ def average(
         return codec.mean([(combined, *message[1:])], room, info), message
     readers = codec.readers(namespace(room).shape(room)) or (None,) * len(message)
     requests = tuple(
-        Allgather(part, uneven=codec.uneven, decode=reader)
+        Allgather(part, uneven=codec.uneven, decode=reader, rows=codec.rows)
         for part, reader in zip(message, readers, strict=True)
     )
     if len(requests) == 1:  # the form in which compressors that wrap others expect it

@@ -38,13 +38,15 @@ def pack(index: np.ndarray, size: int) -> np.ndarray:
 
 
 def unpack(packed: np.ndarray, count: int, size: int) -> np.ndarray:
-    """Recover the `count` positions that `pack` has encoded.
+    """Recover the `count` positions that `pack` has encoded, in `packed` or in each row of it.
 
     The caller checks that positions ascend and are below `size`.
 
     Raises:
         ValueError: if `packed` holds a different number of positions.
     """
+    if packed.ndim == 2:
+        return np.stack([unpack(row, count, size) for row in packed])
     low = low_bytes(count, size)
     if packed.size != packed_length(count, size):
         raise ValueError(f"{count} positions below {size} do not take {packed.size} bytes")

@@ -377,10 +377,12 @@ def pack_bins(index: Array, signs: Array, shape: Sequence[int], width: int) -> A
 
 
 def invalid_index(index: Array, size: int) -> Array:
-    """Return one fp32 element: 0 if `index` is valid, else 1.
+    """Return one fp32 element for `index`, or for each row of it: 0 if it is valid, else 1.
 
     A valid index is strictly ascending, with all positions in [0, size).
     """
+    if index.ndim == 2:
+        return np.concatenate([invalid_index(row, size) for row in index])
     inside = index.size == 0 or (index[0] >= 0 and index[-1] < size)
     return np.array([not (inside and (index[1:] > index[:-1]).all())], np.float32)
 

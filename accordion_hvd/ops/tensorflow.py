@@ -434,7 +434,9 @@ def pack_index(index: Tensor, size: int) -> Tensor:
 
 
 def unpack_index(packed: Tensor, count: int, size: int) -> Tensor:
-    """Invert `pack_index`."""
+    """Invert `pack_index`, in `packed` or in each row of it."""
+    if len(packed.shape) == 2:
+        return tf.stack([unpack_index(row, count, size) for row in tf.unstack(packed)])
     low = indices.low_bytes(count, size)
     if low == 4:
         return from_bytes(packed, "int32", (count,))
@@ -449,10 +451,9 @@ def unpack_index(packed: Tensor, count: int, size: int) -> Tensor:
 
 
 def invalid_index(index: Tensor, size: int) -> Tensor:
-    """Return one fp32 element: 0 if `index` is valid, else 1.
-
-    A valid index is strictly ascending, with all positions in [0, size).
-    """
+    """Return one fp32 element for `index`, or for each row of it; see `ops.numpy`."""
+    if len(index.shape) == 2:
+        return tf.concat([invalid_index(row, size) for row in tf.unstack(index)], 0)
     outside = tf.reduce_any(index[:1] < 0) | tf.reduce_any(index[-1:] >= size)
     return tf.reshape(tf.cast(outside | tf.reduce_any(index[1:] <= index[:-1]), tf.float32), (1,))
 

@@ -510,26 +510,28 @@ def pack_index(index: Tensor, size: int) -> Tensor:
 
 @_numpy_on_cpu
 def unpack_index(packed: Tensor, count: int, size: int) -> Tensor:
-    """Invert `pack_index`."""
+    """Invert `pack_index`, in `packed` or in each row of it."""
     low = indices.low_bytes(count, size)
     if low == 4:
-        return from_bytes(packed, "int32", (count,))
-    tail = packed[: low * count].reshape(count, low).int()
+        return from_bytes(packed.reshape(-1), "int32", (*packed.shape[:-1], count))
+    lead = packed.shape[:-1]
+    tail = packed[..., : low * count].reshape(*lead, count, low).int()
     bit = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    bits = (packed[low * count :, None] >> bit) & 1
+    bits = (packed[..., low * count :, None] >> bit) & 1
     number = torch.arange(count, dtype=torch.int32, device=packed.device)
-    ones = bits.reshape(-1).cumsum(0, dtype=torch.int32)
-    index = (torch.searchsorted(ones, number + 1, out_int32=True) - number) << 8 * low
+    ones = bits.reshape(*lead, -1).cumsum(-1, dtype=torch.int32)
+    wanted = (number + 1).expand(*lead, count).contiguous()
+    index = (torch.searchsorted(ones, wanted, out_int32=True) - number) << 8 * low
     for byte in range(low):
-        index |= tail[:, byte] << 8 * byte
-    return torch.where(ones[-1] == count, index, -1)  # -1 fails `invalid_index`
+        index |= tail[..., byte] << 8 * byte
+    return torch.where(ones[..., -1:] == count, index, -1)  # -1 fails `invalid_index`
 
 
 @_numpy_on_cpu
 def invalid_index(index: Tensor, size: int) -> Tensor:
-    """Return one fp32 element: 0 if `index` is valid, else 1; see `accordion_hvd.ops.numpy`."""
-    outside = (index[:1] < 0).any() | (index[-1:] >= size).any()
-    return (outside | (index[1:] <= index[:-1]).any()).float().reshape(1)
+    """Return 0 if `index`, or each row of it, is valid, else 1; see `accordion_hvd.ops.numpy`."""
+    outside = (index[..., :1] < 0).any(-1) | (index[..., -1:] >= size).any(-1)
+    return (outside | (index[..., 1:] <= index[..., :-1]).any(-1)).float().reshape(-1)
 
 
 def raise_on_invalid(x: Any, doubts: Tensor, senders: Sequence[Any]) -> Any:

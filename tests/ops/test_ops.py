@@ -172,6 +172,7 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("invalid_index", (np.int32([-1, 3]), 40), 0),
     ("invalid_index", (np.int32([3, 3]), 40), 0),
     ("invalid_index", (INDEX[:0], 40), 0),
+    ("invalid_index", (np.stack([INDEX, INDEX[::-1], INDEX + 1]), 40), 0),
     ("pack_index", (INDEX[:0], 40), 0),
     ("unpack_index", (np.zeros(0, np.uint8), 0, 40), 0),
     ("raise_on_invalid", ([X, [V]], np.zeros(3, np.float32), [0, 1, 2]), 0),
@@ -182,6 +183,7 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("zeros_reusing", (X,), 0),
     ("zeros_reusing", (X.astype(np.float16),), 0),
     *[("pack_index", (INDEX, size), 0) for size in (40, 1000, 70_000, 2**31 - 1)],
+    ("unpack_index", (np.stack([indices.pack(INDEX + i, 40) for i in (0, -1)]), 4, 40), 0),
     *[("unpack_index", (indices.pack(INDEX, size), 4, size), 0) for size in (40, 70_000, 2**30)],
     *[("project", (X, Y, X.T[:rank, :5].copy(), X[:rank], Y[:rank]), 1e-5) for rank in (1, 3)],
     ("project", (X, Y, X[:2, :5], X[:2], Y[:2, 2:], True), 1e-5),
@@ -576,6 +578,9 @@ def test_positions_are_packed_alike_on_gpus(size: int) -> None:
     np.testing.assert_array_equal(
         xp.unpack_index.__wrapped__(packed, len(INDEX), size).numpy(), INDEX
     )
+    rows = torch.stack([packed, xp.pack_index.__wrapped__(torch.tensor(INDEX - 1), size)])
+    found = xp.unpack_index.__wrapped__(rows, len(INDEX), size).numpy()
+    np.testing.assert_array_equal(found, [INDEX, INDEX - 1])
 
 
 @settings(deadline=None)
@@ -604,7 +609,7 @@ def test_bins_are_looked_at_alike_on_gpus() -> None:
     for x in (V, X, WIDE):  # without equal magnitudes, of which PyTorch may take any
         place = xp.largest_of_chunks.__wrapped__(torch.tensor(x), 3, 1).numpy()
         assert same_bits(place, NUMPY.xp.largest_of_chunks(x, 3, 1))
-    for wrong in (INDEX, INDEX[::-1].copy(), INDEX - 4, INDEX[:0]):
+    for wrong in (INDEX, INDEX[::-1].copy(), INDEX - 4, INDEX[:0], np.stack([INDEX, INDEX - 4])):
         for size in (39, 40):
             doubt = xp.invalid_index.__wrapped__(torch.tensor(wrong), size).numpy()
             assert same_bits(doubt, NUMPY.xp.invalid_index(wrong, size))
