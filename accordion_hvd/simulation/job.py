@@ -244,13 +244,14 @@ class World:
 
 
 def _programs(settings: _Settings, ranks: int) -> GradientPrograms | AveragingPrograms:
-    gradients, encoding = settings.gradients, settings.encoding
+    gradients, encoding, lr = settings.gradients, settings.encoding, settings.lr
     if isinstance(settings.method, Averaging):
         size = sum(x.size * ITEMSIZE[x.dtype] for x in gradients.tensors)
-        return AveragingPrograms(settings.method, size, ranks, encoding)
+        return AveragingPrograms(settings.method, size, ranks, encoding, lr)
     hosts = consecutive(ranks, settings.link.local_size)
-    evidence, lr = settings.evidence, settings.lr
-    return GradientPrograms(settings.method, gradients, ranks, hosts, encoding, evidence, lr)
+    return GradientPrograms(
+        settings.method, gradients, ranks, hosts, encoding, settings.evidence, lr
+    )
 
 
 @dataclass

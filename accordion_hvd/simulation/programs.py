@@ -102,9 +102,16 @@ class AveragingPrograms:
     group waits for all of its members.
     """
 
-    def __init__(self, method: Averaging, size: float, ranks: int, encoding: Throughput) -> None:
+    def __init__(
+        self,
+        method: Averaging,
+        size: float,
+        ranks: int,
+        encoding: Throughput,
+        lr: Callable[[int], float],
+    ) -> None:
         method.groups(ranks)  # refuses numbers of ranks that the method does not support
-        self._method, self._size, self._encoding = method, size, encoding
+        self._method, self._size, self._encoding, self._lr = method, size, encoding, lr
         self._recorder = RecordingCommunicator(xp, ranks)
         self._model = xp.asarray(normal((SAMPLE,), "model"))
         self._infos = [Info(rank=rank, size=ranks, name="model") for rank in range(ranks)]
@@ -127,7 +134,8 @@ class AveragingPrograms:
 
     def _start(self, rank: int, step: int) -> Running:
         """Return the generator of a rank in a step, at its first request."""
-        info, model = replace(self._infos[rank], step=step), xp.copy(self._model)
+        info = replace(self._infos[rank], step=step, lr=self._lr(step))
+        model = xp.copy(self._model)
         return Running(self._method.exchange(model, self._states[rank], info))
 
     def _program(self, running: list[Running]) -> Program:

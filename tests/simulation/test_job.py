@@ -12,6 +12,7 @@ import pytest
 from cases import CASES, FIRST, Case
 
 from accordion_hvd import (
+    COLD,
     DPSGD,
     WAGMA,
     Accordion,
@@ -100,6 +101,12 @@ def test_large_answers_are_not_needed(case: Case, monkeypatch: pytest.MonkeyPatc
 def test_bytes_of_averages_are_those_of_the_cost_model(method: Any) -> None:
     share = averaging_share(method, 16)
     assert job(method, 16, 20).sent_by_rank == pytest.approx(share * BYTES)
+
+
+def test_methods_that_divide_by_the_learning_rate_send_their_messages() -> None:
+    """COLD sends its model to both neighbours in a ring, unless the step has size 0."""
+    assert job(COLD("ring"), 16, 3, lr=0.1).sent_by_rank == pytest.approx(2 * BYTES)
+    assert job(COLD("ring"), 16, 3, lr=0.0).sent_by_rank == 0
 
 
 def test_bytes_of_hosts() -> None:
