@@ -6,6 +6,7 @@ part.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,9 @@ from accordion_hvd.core.running import Running
 
 Rounds = tuple[tuple[Request, ...], ...]
 
+CHAIN = re.compile(r"(.*\.r\d+)\.(\d+)")
+"""Name of a launch and number of a chain, in the name of an operation."""
+
 FEW = 16
 """Ranks up to which an exchange generator runs to its end."""
 
@@ -48,16 +52,17 @@ class Operation:
     Attributes:
         kind: "allreduce", "allgather", "broadcast", "alltoall" or "neighbours".
         size: bytes that the rank passes.
-        group: the ranks that take part; None for all.
-        to: ranks that receive the bytes, of kind "neighbours".
-        of: ranks from which the rank receives bytes, of kind "neighbours".
+        group: the ranks that take part, or None for all; in a simulation of all ranks' requests,
+            the groups of all ranks (`simulation.links.Members`).
     """
 
     kind: str
     size: float
-    group: tuple[int, ...] | None = None
-    to: tuple[int, ...] = ()
-    of: tuple[int, ...] = ()
+    group: Any = None
+
+
+Launch = tuple[tuple[Operation, ...], ...]
+"""Chains of operations that start together; the operations of a chain follow one another."""
 
 
 class Recorded(Pending):
@@ -80,7 +85,7 @@ class RecordingCommunicator(LocalCommunicator):
     The engine is assumed to add fp16, as NCCL does.
 
     Attributes:
-        launched: name and operations of all requests that were launched together so far.
+        launched: (name, operations) of all launches so far.
     """
 
     native_fp16_allreduce = True
@@ -88,10 +93,10 @@ class RecordingCommunicator(LocalCommunicator):
     def __init__(self, xp: ModuleType, size: int, hosts: Hosts = ()) -> None:
         super().__init__(xp, size)
         self.hosts = hosts
-        self.launched: list[tuple[str, tuple[Operation, ...]]] = []
+        self.launched: list[tuple[str, Launch]] = []
 
     def launch(self, name: str, requests: Sequence[Request]) -> Pending:
-        self.launched.append((name, self.operations(requests)))
+        self.launched.append((name, self.chains(requests)))
         return Recorded(self, requests)
 
     def pause(self, waited: float) -> None:
@@ -107,14 +112,14 @@ class RecordingCommunicator(LocalCommunicator):
                 packing.count(self, traffic, [request], total if uneven else None)
         return traffic
 
-    def operations(self, requests: Sequence[Request]) -> tuple[Operation, ...]:
+    def chains(self, requests: Sequence[Request]) -> Launch:
+        """Return the operations of requests that are launched together."""
         return tuple(
-            operation
+            tuple(self._chain([requests[i] for i in members]))
             for _, members in packing.together(self, requests)
-            for operation in self._operations([requests[i] for i in members])
         )
 
-    def _operations(self, requests: Sequence[Request]) -> list[Operation]:
+    def _chain(self, requests: Sequence[Request]) -> list[Operation]:
         first = requests[0]
         kind: str = packing.key(self, first)[0]
         group, size = first.group, self.traffic(requests).payload
@@ -126,8 +131,6 @@ class RecordingCommunicator(LocalCommunicator):
         if kind == "uneven":
             sizes = Operation("allgather", 8 * len(requests), group)
             return [sizes, Operation("allgather", size, group)]
-        if isinstance(first, Neighbours):
-            return [Operation(kind, size, None, first.to, first.of)]
         if isinstance(first, Allreduce):
             return [Operation("allreduce", size, group)]
         names = {"gather": "allgather", "splits": "alltoall"}
@@ -235,14 +238,14 @@ class RehearsalCommunicator(LocalCommunicator):
     Requests are packed and unpacked as in a job. Only the engine's operations are replaced.
 
     Attributes:
-        operations: the operations so far, by name.
+        launches: chains of operations so far, by the names of their launches and their numbers.
         seconds: time spent on what engines would do outside of the training thread.
     """
 
     def __init__(self, xp: ModuleType, size: int, hosts: Hosts, native_fp16: bool) -> None:
         super().__init__(xp, size)
         self.hosts, self.native_fp16_allreduce, self.scratch = hosts, native_fp16, {}
-        self.operations: dict[str, Operation] = {}
+        self.launches: dict[str, dict[str, list[Operation]]] = {}
         self.seconds = 0.0
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
@@ -265,6 +268,11 @@ class RehearsalCommunicator(LocalCommunicator):
         exchange = partial(super().alltoall, name, tensor, group, splits)
         return self._answer(name, "alltoall", [tensor], group, exchange)
 
+    @property
+    def launched(self) -> list[tuple[str, Launch]]:
+        """Return (name, operations) of the launches since `launches` was cleared."""
+        return [(name, tuple(map(tuple, x.values()))) for name, x in self.launches.items()]
+
     def poll(self, handle: Any) -> bool:
         """Return False once for each operation, as if it took a while."""
         handle["polled"], polled = True, handle["polled"]
@@ -279,7 +287,10 @@ class RehearsalCommunicator(LocalCommunicator):
     def _answer(
         self, name: str, kind: str, tensors: list[Tensor], group: Group, make: Callable[[], Any]
     ) -> dict[str, Any]:
-        self.operations[name] = Operation(kind, float(sum(map(size_of, tensors))), group)
+        if place := CHAIN.match(name):
+            chains = self.launches.setdefault(place[1], {})
+            operation = Operation(kind, float(sum(map(size_of, tensors))), group)
+            chains.setdefault(place[2], []).append(operation)
         began = time.perf_counter()
         handle = {"result": make(), "polled": False}
         self.seconds += time.perf_counter() - began

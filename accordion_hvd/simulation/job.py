@@ -15,7 +15,6 @@ Computation and links are modelled.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,15 +28,14 @@ from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.ops.spec import ITEMSIZE
 from accordion_hvd.policies.base import Decision
 from accordion_hvd.resolve import resolve
+from accordion_hvd.simulation.clocks import PARTS, Clocks, Times
 from accordion_hvd.simulation.compute_times import Constant, Throughput
-from accordion_hvd.simulation.links import Link, Prices
+from accordion_hvd.simulation.links import HostLinks, Link
 from accordion_hvd.simulation.programs import (
     AveragingPrograms,
-    FusionGroup,
     GradientPrograms,
     Gradients,
     Program,
-    Round,
     Series,
     check_policy,
     falling_norms,
@@ -206,9 +204,9 @@ class World:
 
     Attributes:
         ranks: numbers of the ranks that take part.
+        network: the links between them.
         clocks: their clocks.
-        prices: the seconds and bytes of their operations.
-        decisions: the decisions of their policy so far.
+        source: the source of their programs.
     """
 
     def __init__(self, settings: _Settings, hosts: Sequence[int]) -> None:
@@ -216,21 +214,16 @@ class World:
         self.ranks = np.concatenate(
             [np.arange(host * local, min((host + 1) * local, total)) for host in hosts]
         )
-        self.prices = Prices(settings.link.of_hosts(hosts), len(self.ranks))
-        self.clocks = Clocks(
-            self.prices,
-            len(self.ranks),
-            settings.backward,
-            settings.overlap,
-            settings.speeds[self.ranks],
-        )
-        self._source: Any = _programs(settings, len(self.ranks))
-        self._steps, self._programs = iter(self._source), list[Program]()
+        self.network = HostLinks(settings.link.of_hosts(hosts), len(self.ranks))
+        slowness = 1 / settings.speeds[self.ranks]
+        self.clocks = Clocks(self.network, slowness, settings.backward, settings.overlap)
+        self.source = _programs(settings, len(self.ranks))
+        self._steps, self._programs = iter(self.source), list[Program]()
 
-    @property
-    def decisions(self) -> list[Decision]:
-        """Return the decisions of the policy so far."""
-        return list(self._source.policy.history) if hasattr(self._source, "policy") else []
+    def restart(self, now: float) -> None:
+        """Set all clocks; no operation is under way."""
+        self.clocks.now = np.full(len(self.ranks), now)
+        self.network.restart()
 
     def program(self, step: int) -> Program:
         """Return what the ranks do in a step."""
@@ -240,7 +233,7 @@ class World:
 
     def sent_by_host(self, program: Program) -> float:
         """Return the bytes that a host sends to other hosts in a step, on average."""
-        return sum(self.prices.sent(x.operation, x.members) for x in program.collectives())
+        return sum(map(self.network.sent, program.operations))
 
 
 def _programs(settings: _Settings, ranks: int) -> GradientPrograms | AveragingPrograms:
@@ -285,7 +278,7 @@ class Job:
             times = world.clocks.advance(program, self._times[step, world.ranks])
             commits = (step + 1) % self._failures.commit_every == 0
             if commits:
-                world.clocks.pause(self._failures.commit)
+                world.clocks.now = world.clocks.now + self._failures.commit
             if self._next <= world.clocks.latest:
                 self._fail()
                 continue
@@ -316,7 +309,7 @@ class Job:
             self._next, self._place = next(self._events)
         if self._failures.elastic:
             self._world = World(self._settings, self._hosts)
-        self._world.clocks.restart(down)
+        self._world.restart(down)
         del self._kept[self._committed :]
         lost, ranks = failed - self._resumed, len(self._world.ranks)
         self._happened.append(Failure(failed, tuple(hosts), lost_steps, lost, down - failed, ranks))
@@ -335,7 +328,7 @@ class Job:
             sent_by_rank=float(np.mean(traffic)),
             sent_by_host=float(np.mean([kept.sent for kept in self._kept])),
             levels=_changes([kept.program.levels for kept in self._kept]),
-            decisions=self._world.decisions,
+            decisions=list(self._world.source.decisions),
             failures=self._happened,
             commit_seconds=self._failures.commit * (len(seconds) // self._failures.commit_every),
             goodput=float(seconds.sum() / total) if total else 1.0,
@@ -345,108 +338,6 @@ class Job:
 def _changes(levels: Sequence[dict[str, str]]) -> list[tuple[int, dict[str, str]]]:
     pairs = zip([None, *levels[:-1]], levels, strict=True)
     return [(step, new) for step, (old, new) in enumerate(pairs) if new != old]
-
-
-# -------------------------------------------------------------------------- the clocks of all ranks
-PARTS = ("compute", "encode", "decode", "exposed", "idle")
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds of one step.
-
-    Attributes:
-        seconds: seconds by which the latest clock advanced.
-        parts: mean seconds over the ranks, by the names in `PARTS`.
-    """
-
-    seconds: float
-    parts: dict[str, float]
-
-
-class Clocks:
-    """The clocks of all ranks, in seconds.
-
-    A rank has a training thread, which computes, encodes and decodes, and a link, which carries one
-    operation after the other. The first requests of a fusion group are launched as soon as its
-    gradients are encoded. Later requests follow when the backward pass has ended and the first
-    requests of all groups have been answered, as in `engine.step`.
-
-    Args:
-        backward: part of the compute time that is the backward pass.
-        overlap: whether requests are launched during the backward pass.
-        speeds: relative speed of each rank, by which compute, encode and decode times are divided.
-
-    Attributes:
-        now: time of each rank's training thread.
-    """
-
-    def __init__(
-        self, prices: Prices, ranks: int, backward: float, overlap: bool, speeds: Array
-    ) -> None:
-        self._prices, self._ranks, self._slowness = prices, ranks, 1 / speeds
-        self._backward, self._overlap = backward, overlap
-        self.now = np.zeros(ranks)
-        self._free = np.zeros(ranks)  # when the link of each rank is free
-
-    def restart(self, now: float) -> None:
-        self.now, self._free = np.full(self._ranks, now), np.full(self._ranks, now)
-
-    @property
-    def latest(self) -> float:
-        return float(self.now.max())
-
-    def pause(self, seconds: float) -> None:
-        """Advance all clocks by `seconds`, in which no rank computes."""
-        if seconds:
-            self.now, self._free = self.now + seconds, self._free + seconds
-
-    def advance(self, program: Program, compute: Array) -> Times:
-        """Advance all clocks by a step; `compute`: seconds for a small batch at speed 1."""
-        begin, own = self.now, compute * self._slowness
-        now = self._operations(program.decisions, begin)
-        backward = self._backward * own
-        forward = now + program.batches * own - backward
-        thread = forward + backward + program.encode * self._slowness
-        waiting: deque[tuple[FusionGroup[Round], int, Array]] = deque()
-        latest = thread
-        for group in program.groups:
-            ready = forward + group.ready * backward + group.encode * self._slowness
-            done = self._operations(group.rounds[0], ready if self._overlap else thread)
-            latest = np.maximum(latest, done)
-            waiting.append((group, 0, done))
-        thread = latest if program.groups else thread
-        decode = 0.0
-        while waiting:
-            group, number, done = waiting.popleft()
-            thread = np.maximum(thread, done) + group.decode[number] * self._slowness
-            decode += group.decode[number]
-            if number + 1 < len(group.rounds):
-                done = self._operations(group.rounds[number + 1], thread)
-                waiting.append((group, number + 1, done))
-        self.now = thread
-        return self._times(program, begin, program.batches * own, decode)
-
-    def _operations(self, round_: Round, ready: Array) -> Array:
-        """Run the operations that are launched together; return when each rank has the results."""
-        for collective in round_:
-            start = collective.members.latest(np.maximum(ready, self._free))
-            seconds = self._prices.seconds(collective.operation, collective.members)
-            self._free = np.broadcast_to(start + seconds, ready.shape)
-        return self._free if round_ else ready
-
-    def _times(self, program: Program, begin: Array, compute: Array, decode: float) -> Times:
-        """Return the step's seconds and their parts.
-
-        A rank waits for the operations as long as the rank that waits least for them; the rest of
-        its wait is idle time, in which it waits for slower ranks.
-        """
-        work = compute, program.encode * self._slowness, decode * self._slowness
-        waited = self.now - begin - sum(work)
-        exposed = np.broadcast_to(program.together.least(waited), waited.shape)
-        parts = (*work, exposed, waited - exposed)
-        seconds = float(self.now.max() - begin.max())
-        return Times(seconds, {k: float(np.mean(v)) for k, v in zip(PARTS, parts, strict=True)})
 
 
 # ----------------------------------------------------------------------------------------- failures

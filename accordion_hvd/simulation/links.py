@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -9,8 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from accordion_hvd import check
-from accordion_hvd.comm.recording import Operation
+from accordion_hvd.comm.recording import Launch, Operation
 from accordion_hvd.core.base import Hosts, Neighbours, Request
+from accordion_hvd.core.placement import consecutive
 
 Array = np.ndarray
 
@@ -70,33 +72,19 @@ class Link:
         }
         return replace(self, **chosen)  # type: ignore[arg-type]
 
-    def message(self, ranks: Sequence[int]) -> float:
-        """Return the latency of a message between `ranks`, which is that of the slowest."""
-        return self.seconds(ranks, 1, 0.0)
-
-    def seconds(self, ranks: Sequence[int], rounds: int, size: float) -> float:
-        """Return the seconds of rounds in which `ranks`, one per host, each send `size` bytes."""
-        if not self._varies:
-            return rounds * self.latency + size / self.bandwidth  # type: ignore[operator]
-        hosts = np.asarray(ranks) // self.local_size
-        latency, bandwidth = self._per_host(int(hosts.max()) + 1)
-        return float((rounds * latency[hosts] + size / bandwidth[hosts]).max())
-
     def cost(self, operation: Operation, members: Members, ranks: int) -> Array:
         """Return the seconds of an operation for each rank; a single number if all are equal."""
         if isinstance(members, Neighbourhood):
             return self._messages(operation.size, members, ranks)
-        together = isinstance(members, Everyone)
-        labels = members.labels if isinstance(members, Partition) else np.zeros(ranks, np.int64)
-        times = self._times(operation, labels, ranks)
-        return times[0] if together else times[labels]
+        places = _Places(members, ranks, self.local_size)
+        times = self._times(operation, places, self.hosts(ranks))
+        return times[0] if isinstance(members, Everyone) else times[places.labels]
 
     def sent_by_hosts(self, operation: Operation, members: Members, ranks: int) -> Array:
         """Return the bytes that each host sends to other hosts in an operation."""
         if isinstance(members, Neighbourhood):
             return self._between(operation.size, members.to, ranks)
-        labels = members.labels if isinstance(members, Partition) else np.zeros(ranks, np.int64)
-        return _load(operation, _Places(labels, self.local_size), self.hosts(ranks))
+        return _load(operation, _Places(members, ranks, self.local_size), self.hosts(ranks))
 
     @property
     def _varies(self) -> bool:
@@ -112,15 +100,15 @@ class Link:
         return hosts
 
     def _per_host(self, hosts: int) -> tuple[Array, Array]:
-        both = (np.atleast_1d(value)[:hosts] for value in (self.latency, self.bandwidth))
-        latency, bandwidth = (np.broadcast_to(value, hosts).astype(float) for value in both)
+        latency, bandwidth = (
+            np.broadcast_to(np.asarray(x, float), hosts) for x in (self.latency, self.bandwidth)
+        )
         return latency, bandwidth
 
-    def _times(self, operation: Operation, labels: Array, ranks: int) -> Array:
+    def _times(self, operation: Operation, places: _Places, hosts: int) -> Array:
         """Return the seconds of each group."""
-        places = _Places(labels, self.local_size)
-        load = _load(operation, places, self.hosts(ranks))
-        latency, bandwidth = self._per_host(self.hosts(ranks))
+        load = _load(operation, places, hosts)
+        latency, bandwidth = self._per_host(hosts)
         outside, within = self._rounds(operation.kind, places)
         slowest = latency[places.host] * outside + (load / bandwidth)[places.host]
         times = np.zeros(len(places.size))
@@ -145,13 +133,10 @@ class Link:
 
     def _messages(self, size: float, members: Neighbourhood, ranks: int) -> Array:
         """Return the seconds in which each rank has sent and received its messages."""
-        hosts = self.hosts(ranks)
-        load = np.maximum(
-            self._between(size, members.to, ranks), self._between(size, members.of, ranks)
-        )
-        latency, bandwidth = self._per_host(hosts)
-        alone = load == 0
-        times = np.where(alone, 0.0, latency + load / bandwidth)
+        sent, received = (self._between(size, x, ranks) for x in (members.to, members.of))
+        load = np.maximum(sent, received)
+        latency, bandwidth = self._per_host(self.hosts(ranks))
+        times = np.where(load == 0, 0.0, latency + load / bandwidth)
         return members.latest(times[np.arange(ranks) // self.local_size])
 
     def _between(self, size: float, peers: Sequence[Sequence[int]], ranks: int) -> Array:
@@ -166,11 +151,8 @@ class Link:
 class _Places:
     """The hosts of each group; a place is a pair of a group and one of its hosts.
 
-    Args:
-        labels: number of each rank's group.
-        local_size: number of consecutive ranks on each host.
-
     Attributes:
+        labels: number of each rank's group.
         group: number of the group, for each place.
         host: number of the host, for each place.
         count: number of the group's ranks on the host, for each place.
@@ -180,9 +162,11 @@ class _Places:
         spans: whether a group has several hosts.
     """
 
-    def __init__(self, labels: Array, local_size: int) -> None:
-        width = len(labels) // local_size + 1
-        pairs = labels * width + np.arange(len(labels)) // local_size
+    def __init__(self, members: Members, ranks: int, local_size: int) -> None:
+        labels = members.labels if isinstance(members, Partition) else np.zeros(ranks, np.int64)
+        width = ranks // local_size + 1
+        pairs = labels * width + np.arange(ranks) // local_size
+        self.labels = labels
         found, self.count = np.unique(pairs, return_counts=True)
         self.group, self.host = found // width, found % width
         self.size = np.bincount(labels)
@@ -209,27 +193,61 @@ def moved_bytes(kind: str, size: float, ranks: Any) -> Any:
     return (2 if kind == "allreduce" else 1) * (ranks - 1) / ranks * size
 
 
-class Prices:
-    """The seconds and bytes of operations on one link, computed once for each operation."""
+class Network(Protocol):
+    """The time that operations take between ranks, and the bytes that hosts send."""
+
+    def run(self, launches: Sequence[tuple[Array, Launch]]) -> list[Array]:
+        """Return when each rank has the results of each launch.
+
+        Args:
+            launches: the time at which each rank launches operations, and the operations; in the
+                order in which all ranks launch them.
+        """
+
+    def sent(self, operation: Operation) -> float:
+        """Return the bytes that a host sends to other hosts, on average over the hosts."""
+
+
+class HostLinks:
+    """The links of all ranks, each of which carries one operation after the other."""
 
     def __init__(self, link: Link, ranks: int) -> None:
         self._link, self._ranks = link, ranks
-        self._known: dict[Any, tuple[Array, float, Members]] = {}
+        self._hosts = consecutive(ranks, link.local_size)
+        self._members: dict[Any, Members] = {}
+        self._prices: dict[Operation, tuple[Array, float]] = {}
+        self.restart()
 
-    def seconds(self, operation: Operation, members: Members) -> Array:
-        return self._price(operation, members)[0]
+    def restart(self) -> None:
+        """Forget operations that have not ended."""
+        self._free = np.zeros(self._ranks)  # when the link of each rank is free
 
-    def sent(self, operation: Operation, members: Members) -> float:
-        """Return the bytes that a host sends to other hosts, on average over the hosts."""
-        return self._price(operation, members)[1]
+    def run(self, launches: Sequence[tuple[Array, Launch]]) -> list[Array]:
+        done = []
+        for begin, chains in launches:
+            for operation in itertools.chain(*chains):
+                members = self._members_of(operation.group)
+                start = members.latest(np.maximum(begin, self._free))
+                self._free = np.broadcast_to(start + self._price(operation)[0], begin.shape)
+            done.append(self._free if any(chains) else begin)
+        return done
 
-    def _price(self, operation: Operation, members: Members) -> tuple[Array, float, Members]:
-        key = operation.kind, operation.size, id(members)
-        if key not in self._known:
-            seconds = self._link.cost(operation, members, self._ranks)
-            sent = self._link.sent_by_hosts(operation, members, self._ranks).mean()
-            self._known[key] = seconds, float(sent), members
-        return self._known[key]
+    def sent(self, operation: Operation) -> float:
+        return self._price(operation)[1]
+
+    def _price(self, operation: Operation) -> tuple[Array, float]:
+        """Return the seconds and the bytes of an operation, computed once for each operation."""
+        if operation not in self._prices:
+            arguments = operation, self._members_of(operation.group), self._ranks
+            sent = self._link.sent_by_hosts(*arguments).mean()
+            self._prices[operation] = self._link.cost(*arguments), float(sent)
+        return self._prices[operation]
+
+    def _members_of(self, group: Any) -> Members:
+        if group not in self._members:
+            known = isinstance(group, (Everyone, Partition, Neighbourhood))
+            self._members[group] = group if known else members_of(group, self._ranks, self._hosts)
+        return self._members[group]
 
 
 # ----------------------------------------------- the ranks that wait for each other in an operation

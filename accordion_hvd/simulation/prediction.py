@@ -11,24 +11,17 @@ operations that followed it, have ended.
 from __future__ import annotations
 
 import math
-import re
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from types import ModuleType
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from accordion_hvd import check
-from accordion_hvd.comm.recording import Operation, RehearsalCommunicator
-from accordion_hvd.core.base import Hosts, Info, Tensor
-from accordion_hvd.core.placement import consecutive
-from accordion_hvd.engine.exchange import Exchange
-from accordion_hvd.engine.layout import BucketState
-from accordion_hvd.engine.ledger import as_ledger
-from accordion_hvd.policies import Fixed
+from accordion_hvd.comm.recording import Launch, Operation
+from accordion_hvd.simulation.clocks import Clocks
 from accordion_hvd.simulation.links import moved_bytes
-from accordion_hvd.simulation.programs import FusionGroup, Gradients
+from accordion_hvd.simulation.programs import Program
 
 SEGMENT = 1 << 20
 """Largest segment of Gloo's allreduce in bytes."""
@@ -135,7 +128,7 @@ class Prediction:
 
 
 def predict(
-    steps: Sequence[RehearsedStep],
+    steps: Sequence[Program],
     compute: float,
     cluster: Cluster,
     engine: Engine,
@@ -147,68 +140,24 @@ def predict(
     `compute` is the seconds of forward and backward pass on a core of its own, and `backward` the
     backward pass's part. With `overlap`, gradients are sent during the backward pass.
     """
-    link = GlooLink(cluster, engine)
-    rank = _Rank(compute, link, backward, overlap)
+    link, slowness = GlooLink(cluster, engine), cluster.slowness
+    clocks = Clocks(link, np.full(1, slowness), backward, overlap)
     for period in range(PERIODS):
         if period == SKIPPED:
-            begin = rank.now
+            begin = clocks.latest
         for step in steps:
-            rank.take(step)
+            busy = sum(map(link.cpu, step.operations)) * slowness
+            busy += slowness * compute + slowness * step.work
+            least = clocks.latest + busy / (1 - link.idle_share())
+            clocks.advance(step, np.full(1, compute))
+            clocks.wait(least)  # no step is shorter than its work on shared cores
     count = (PERIODS - SKIPPED) * len(steps)
     return Prediction(
-        (rank.now - begin) / count,
-        compute * cluster.slowness,
-        sum(map(rank.work, steps)) / len(steps),
+        (clocks.latest - begin) / count,
+        slowness * compute,
+        sum(slowness * step.work for step in steps) / len(steps),
         sum(sum(map(link.sent, step.operations)) for step in steps) / len(steps),
     )
-
-
-class _Rank:
-    """The training thread of a rank, like that of all others; `now` is the end of its last step."""
-
-    def __init__(self, compute: float, link: GlooLink, backward: float, overlap: bool) -> None:
-        self._link, self._overlap, self._slowness = link, overlap, link.cluster.slowness
-        self._compute, self._backward = compute * self._slowness, backward
-        self.now = 0.0
-
-    def work(self, step: RehearsedStep) -> float:
-        return self._slowness * (step.encode + sum(sum(group.decode) for group in step.groups))
-
-    def take(self, step: RehearsedStep) -> None:
-        """Take a step, which is not shorter than its work on shared cores."""
-        busy = sum(map(self._link.cpu, step.operations)) * self._slowness
-        busy += self._compute + self.work(step)
-        least = self.now + busy / (1 - self._link.idle_share())
-        self.now = max(self._end(step), least)
-
-    def _end(self, step: RehearsedStep) -> float:
-        """Return the end of a step if its operations take no time of the training thread.
-
-        The second requests follow when the first ones of all groups have been answered.
-        """
-        now = self.now + self._compute + step.encode * self._slowness
-        waiting = sorted(step.groups, key=lambda group: group.encode)
-        launches = [(self._ready(x) if self._overlap else now, x.rounds[0]) for x in waiting]
-        number = 0
-        while waiting:
-            done = self._link.run(launches)
-            if number == 0:
-                now = max([now, *done])
-            arrived = sorted(zip(done, waiting, strict=True), key=lambda pair: pair[0])
-            launches, waiting = [], []
-            for moment, group in arrived:
-                now = max(now, moment) + group.decode[number] * self._slowness
-                if number + 1 < len(group.rounds):
-                    launches.append((now, group.rounds[number + 1]))
-                    waiting.append(group)
-            number += 1
-        return now
-
-    def _ready(self, group: FusionGroup[Launch]) -> float:
-        """Return the time at which a group's first requests are launched."""
-        forward = (1 - self._backward) * self._compute
-        share = group.ready * self._backward * self._compute
-        return self.now + forward + share + group.encode * self._slowness
 
 
 class GlooLink:
@@ -218,9 +167,10 @@ class GlooLink:
         self.cluster, self._engine = cluster, engine
         self._cycle = 0.0  # begin of Horovod's next negotiation
 
-    def run(self, launches: Sequence[tuple[float, Launch]]) -> list[float]:
-        """Return when each launch is complete, given all of them and their times, in order."""
-        return self._negotiated(launches) if self._engine.negotiates else self._queued(launches)
+    def run(self, launches: Sequence[tuple[Any, Launch]]) -> list[Any]:
+        """Return when each launch is complete; an operation begins when all ranks are there."""
+        latest = [(float(np.max(begin)), chains) for begin, chains in launches]
+        return self._negotiated(latest) if self._engine.negotiates else self._queued(latest)
 
     def _queued(self, launches: Sequence[tuple[float, Launch]]) -> list[float]:
         """Run operations in order, two at a time, on one link."""
@@ -343,171 +293,3 @@ def wire_seconds(seconds: float, ranks: int, rtt: float) -> float:
     """
     trips = (ranks - 1) * rtt
     return max(min(2 * (seconds - trips), seconds + trips - rtt), seconds / 20)
-
-
-# ------------------------------------------------------------------------------------ the rehearsal
-SECONDS, LEAST, MOST = 0.5, 3, 12
-"""Duration of the measured steps of a configuration, and bounds on their number."""
-
-PLACE = re.compile(r"\.g(\d+)\.r(\d+)\.(\d+)")
-"""Numbers of fusion group, round and chain, in the name of an operation."""
-
-Launch = tuple[tuple[Operation, ...], ...]
-"""Chains of operations that start together; the operations of a chain follow one another."""
-
-
-@dataclass(frozen=True)
-class RehearsedStep:
-    """Fusion groups of a step, in the order of their launch, and the seconds of encoding."""
-
-    groups: tuple[FusionGroup[Launch], ...]
-    encode: float
-
-    @property
-    def operations(self) -> list[Operation]:
-        launches = [launch for group in self.groups for launch in group.rounds]
-        return [operation for launch in launches for chain in launch for operation in chain]
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """Seconds and operations of one step.
-
-    Attributes:
-        encode: seconds until each bucket batch has started.
-        rest: seconds from then on.
-        shares: the fusion groups' parts of `rest`.
-        operations: name -> operation.
-    """
-
-    encode: list[float]
-    rest: float
-    shares: list[float]
-    operations: dict[str, Operation]
-
-
-class _LeadingExchange(Exchange):
-    """An exchange whose rank 0 leads in each step, if leaders rotate."""
-
-    def info(self, entry: BucketState, step: Any = None) -> Info:
-        info, ranks = super().info(entry, step), self.communicator.size
-        return replace(info, step=-(-info.step // ranks) * ranks)
-
-
-class Rehearsal:
-    """An exchange on one rank, as if all ranks had equal gradients.
-
-    Args:
-        policy: the policy of one compressor.
-        values: gradients with values, in the same order.
-        native_fp16: whether the engine adds fp16.
-        synchronize: waits until the device of the gradients has finished.
-
-    Raises:
-        ValueError: if the policy may change the compressor.
-    """
-
-    def __init__(
-        self,
-        policy: Any,
-        gradients: Gradients,
-        values: Sequence[Tensor],
-        xp: ModuleType,
-        ranks: int,
-        local_size: int = 1,
-        native_fp16: bool = False,
-        synchronize: Callable[[], None] = lambda: None,
-    ) -> None:
-        if not isinstance(policy, Fixed) or policy.gate is not None:
-            check.refuse("rehearsal", "configuration", policy, "one compressor, such as powersgd:4")
-        self._gradients, self._values, self._synchronize = gradients, list(values), synchronize
-        self._hosts: Hosts = consecutive(ranks, local_size)
-        self._communicator = RehearsalCommunicator(xp, ranks, self._hosts, native_fp16)
-        self._exchange = _LeadingExchange(
-            self._communicator, policy, gradients.tensors, skip=gradients.skip,
-            ledger=as_ledger(False),
-        )  # fmt: skip
-
-    def steps(self, seconds: float = SECONDS) -> list[RehearsedStep]:
-        """Return each step of the compressor's period, with its median time over `seconds`."""
-        exchange = self._exchange
-        startup = max((x.compressor.startup_steps for x in exchange.bucket_states), default=0)
-        for _ in range(startup + 2):
-            self._step()
-        period = max(1, exchange.layout.period)
-        while exchange.counted % period:
-            self._step()
-        steps: list[_Measured] = []
-        began = time.perf_counter()
-        while len(steps) < LEAST * period or (
-            time.perf_counter() - began < seconds and len(steps) < MOST * period
-        ):
-            steps.append(self._step())
-        return [self._rehearsed(steps[turn::period]) for turn in range(period)]
-
-    def _step(self) -> _Measured:
-        exchange, communicator = self._exchange, self._communicator
-        communicator.operations = {}
-        exchange.begin()
-        encode = []
-        for index, batch in enumerate(exchange.layout.batches):
-            with _Clock(communicator, self._synchronize) as clock:
-                grad = batch.pack([self._values[member] for member in batch.members], True)
-                weights = grad if batch.first.compressor.needs_weights else None
-                exchange.start(index, grad, weights)
-            encode.append(clock.seconds)
-        step = exchange.running
-        assert step is not None
-        with _Clock(communicator, self._synchronize) as clock:
-            exchange.finish()
-            exchange.means()
-        decode = [cost.decode for cost in step.costs]
-        shares = [x / (sum(decode) or 1.0) for x in decode]
-        return _Measured(encode, clock.seconds, shares, communicator.operations)
-
-    def _rehearsed(self, steps: Sequence[_Measured]) -> RehearsedStep:
-        """Return a step, given measurements of steps with the same operations."""
-        layout, ready = self._exchange.layout, self._gradients.ready
-        encode = [statistics.median(x) for x in zip(*(step.encode for step in steps), strict=True)]
-        rest = statistics.median(step.rest for step in steps)
-        shares = [statistics.mean(x) for x in zip(*(step.shares for step in steps), strict=True)]
-        rounds = _rounds(steps[-1].operations)
-        groups, done = [], 0.0
-        for number, members in enumerate(layout.groups):
-            done += sum(encode[index] for index in members)
-            share = max(ready[m] for index in members for m in layout.batches[index].members)
-            own = rounds.get(number, [()])
-            decode = (rest * shares[number] / len(own),) * len(own)
-            groups.append(FusionGroup(share, done, tuple(own), decode))
-        return RehearsedStep(tuple(groups), sum(encode))
-
-
-def _rounds(operations: dict[str, Operation]) -> dict[int, list[Launch]]:
-    found: dict[int, dict[int, dict[int, list[Operation]]]] = {}
-    for name, operation in operations.items():
-        if match := PLACE.search(name):
-            group, round_, chain = map(int, match.groups())
-            found.setdefault(group, {}).setdefault(round_, {}).setdefault(chain, [])
-            found[group][round_][chain].append(operation)
-    return {
-        group: [tuple(map(tuple, rounds[r].values())) for r in sorted(rounds)]
-        for group, rounds in found.items()
-    }
-
-
-class _Clock:
-    """Seconds of a block, without what the engine would do."""
-
-    def __init__(self, communicator: RehearsalCommunicator, synchronize: Callable[[], None]):
-        self._communicator, self._synchronize = communicator, synchronize
-
-    def __enter__(self) -> _Clock:
-        self._synchronize()
-        self._engine = self._communicator.seconds
-        self._began = time.perf_counter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._synchronize()
-        engine = self._communicator.seconds - self._engine
-        self.seconds = max(0.0, time.perf_counter() - self._began - engine)

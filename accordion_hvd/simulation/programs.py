@@ -1,4 +1,8 @@
-"""What the ranks do in each step of a simulated job: waits, requests and work, without times."""
+"""What the ranks do in each step: their operations, and the work before and after them.
+
+Exchange generators and exchanges are those of real jobs. Their requests are recorded on one rank,
+without values, for simulated jobs; or an exchange is rehearsed on one rank, with measured seconds.
+"""
 
 from __future__ import annotations
 
@@ -6,45 +10,45 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+import re
+import statistics
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
 from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.collectives import Traffic, size_of
-from accordion_hvd.comm.recording import Operation, RecordingCommunicator, Rounds, record
-from accordion_hvd.core.base import ExchangeGenerator, Hosts, Info, Neighbours, Request
+from accordion_hvd.comm.recording import (
+    Launch,
+    Operation,
+    RecordingCommunicator,
+    RehearsalCommunicator,
+    Rounds,
+    record,
+)
+from accordion_hvd.core.base import ExchangeGenerator, Hosts, Info, Neighbours, Request, Tensor
+from accordion_hvd.core.placement import consecutive
 from accordion_hvd.core.running import Running
 from accordion_hvd.engine.exchange import Exchange
-from accordion_hvd.engine.layout import Batch, BucketState, TensorInfo
+from accordion_hvd.engine.layout import Batch, BucketState, Layout, TensorInfo
+from accordion_hvd.engine.ledger import as_ledger
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.ops.random import normal
+from accordion_hvd.policies import Fixed
 from accordion_hvd.policies.accordion import Alternation
-from accordion_hvd.policies.base import Policy
+from accordion_hvd.policies.base import Decision, Policy
 from accordion_hvd.policies.evidence import Evidence, Reading
 from accordion_hvd.simulation.compute_times import Throughput
-from accordion_hvd.simulation.links import Everyone, Members, members_of, members_of_requests
+from accordion_hvd.simulation.links import Everyone, Members, members_of_requests
 
 
 @dataclass(frozen=True)
-class Collective:
-    """An operation of all ranks (as rank 0 sees it), in groups or among all."""
-
-    operation: Operation
-    members: Members
-
-
-Round = tuple[Collective, ...]
-
-
-R = TypeVar("R")
-
-
-@dataclass(frozen=True)
-class FusionGroup(Generic[R]):
+class FusionGroup:
     """The requests of a fusion group.
 
     Attributes:
@@ -57,7 +61,7 @@ class FusionGroup(Generic[R]):
 
     ready: float
     encode: float
-    rounds: tuple[R, ...]
+    rounds: tuple[Launch, ...]
     decode: tuple[float, ...]
 
 
@@ -66,28 +70,36 @@ class Program:
     """One step of all ranks.
 
     Attributes:
-        decisions: operations before the step, which decisions of the policy need.
         groups: fusion groups, in the order in which they are launched.
         encode: seconds of encoding.
+        decisions: operations before the step, which decisions of the policy need.
         batches: number of small batches whose gradients the step averages.
         traffic: bytes of rank 0, counted as `stats()` counts them.
         levels: the compressor that serves each bucket, by bucket name.
         together: the ranks whose models are in step after the step.
     """
 
-    decisions: tuple[Collective, ...]
-    groups: tuple[FusionGroup[Round], ...]
+    groups: tuple[FusionGroup, ...]
     encode: float
-    batches: int
-    traffic: Traffic
-    levels: dict[str, str]
+    decisions: Launch = ()
+    batches: int = 1
+    traffic: Traffic = field(default_factory=Traffic)
+    levels: dict[str, str] = field(default_factory=dict)
     together: Members = Everyone()
 
-    def collectives(self) -> Iterable[Collective]:
-        yield from self.decisions
-        for group in self.groups:
-            for round_ in group.rounds:
-                yield from round_
+    @property
+    def work(self) -> float:
+        """Return the seconds of encoding and decoding."""
+        return self.encode + sum(sum(group.decode) for group in self.groups)
+
+    @property
+    def operations(self) -> list[Operation]:
+        launches = [self.decisions, *(launch for group in self.groups for launch in group.rounds)]
+        return [operation for launch in launches for chain in launch for operation in chain]
+
+
+PLACE = re.compile(r"\.g(\d+)\.r(\d+)$")
+"""Numbers of fusion group and round, in the name of a launch; see `engine.step`."""
 
 
 # ---------------------------------------------------------------------------------- averaged models
@@ -101,6 +113,8 @@ class AveragingPrograms:
     The generators of all ranks run on a small sample model; its bytes are scaled up to `size`. Each
     group waits for all of its members.
     """
+
+    decisions: Sequence[Decision] = ()
 
     def __init__(
         self,
@@ -140,12 +154,12 @@ class AveragingPrograms:
 
     def _program(self, running: list[Running]) -> Program:
         """Run the generators of all ranks to their ends, and return their requests."""
-        rounds: list[Round] = []
+        rounds: list[Launch] = []
         traffic, seconds = Traffic(), []
         factor = self._size / size_of(self._model)
         while not all(exchange.done for exchange in running):
             asked = {rank: x.requests for rank, x in enumerate(running) if not x.done}
-            rounds.append(self._round(asked, traffic))
+            rounds.append(self._launch(asked, traffic))
             answers = 0.0
             for rank, requests in asked.items():
                 running[rank].answer([self._recorder.answer(request) for request in requests])
@@ -153,20 +167,19 @@ class AveragingPrograms:
             seconds.append(self._seconds(factor * answers))
         encode = self._seconds(0.0) if rounds else 0.0
         group = FusionGroup(1.0, encode, tuple(rounds), tuple(seconds))
-        members = rounds[-1][-1].members if rounds and rounds[-1] else Everyone()
-        levels = {"model": repr(self._method)}
-        return Program((), (group,) if rounds else (), encode, 1, traffic, levels, members)
+        groups, levels = (group,) if rounds else (), {"model": repr(self._method)}
+        last = list(itertools.chain(*rounds[-1])) if rounds else []
+        together = last[-1].group if last else Everyone()
+        return Program(groups, encode, (), 1, traffic, levels, together)
 
-    def _round(self, asked: dict[int, tuple[Request, ...]], traffic: Traffic) -> Round:
+    def _launch(self, asked: dict[int, tuple[Request, ...]], traffic: Traffic) -> Launch:
         """Return the operations of one round, and add the bytes of rank 0 to `traffic`."""
         factor, found = self._size / size_of(self._model), []
         for number in range(max(map(len, asked.values()))):
             requests = {rank: own[number] for rank, own in asked.items() if number < len(own)}
             members = members_of_requests(requests, len(self._infos))
-            first = next(iter(requests.values()))
-            for operation in self._recorder.operations([first]):
-                scaled = replace(operation, size=operation.size * factor)
-                found.append(Collective(scaled, members))
+            for chain in self._recorder.chains([next(iter(requests.values()))]):
+                found.append(tuple(replace(x, size=x.size * factor, group=members) for x in chain))
         counted = self._recorder.traffic(asked.get(0, ()))
         traffic.add(Traffic(*(factor * x for x in vars(counted).values())))
         return tuple(found)
@@ -205,6 +218,35 @@ class Gradients:
     tensors: tuple[TensorInfo, ...]
     ready: tuple[float, ...]
     skip: tuple[str, ...] = ()
+
+
+def fusion_groups(
+    layout: Layout,
+    gradients: Gradients,
+    launched: Sequence[tuple[str, Launch]],
+    encode: Sequence[float],
+    decode: Callable[[int, int], tuple[float, ...]],
+) -> tuple[FusionGroup, ...]:
+    """Return the fusion groups of a step of an exchange.
+
+    Args:
+        launched: (name, operations) of the step's launches.
+        encode: seconds of encoding of each bucket batch; they encode in the order of readiness.
+        decode: function that returns the seconds of decoding after each round, given the number of
+            a group and that of its rounds.
+    """
+    rounds: dict[int, dict[int, Launch]] = {number: {} for number in range(len(layout.groups))}
+    for name, chains in launched:
+        if place := PLACE.search(name):
+            rounds[int(place[1])][int(place[2])] = chains
+    ready = [max((gradients.ready[m] for m in x.members), default=0.0) for x in layout.batches]
+    groups = []
+    for number, members in enumerate(layout.groups):
+        part = max(ready[i] for i in members)
+        before = sum(x for x, own in zip(encode, ready, strict=True) if own <= part)
+        own = [chains for _, chains in sorted(rounds[number].items())] or [()]
+        groups.append(FusionGroup(part, before, tuple(own), decode(number, len(own))))
+    return tuple(groups)
 
 
 def falling_norms(steps: int) -> Series:
@@ -271,7 +313,11 @@ class GradientPrograms:
             self._recorder, self.policy, gradients.tensors, skip=gradients.skip
         )
         self._recorded: dict[Any, Rounds] = {}
-        self._members: dict[Any, Members] = {}
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """Return the decisions of the policy so far."""
+        return list(self.policy.history)
 
     def __iter__(self) -> Iterator[Program]:
         while True:
@@ -281,79 +327,36 @@ class GradientPrograms:
         """Run one step of the exchange, and return what it has launched."""
         exchange, launched = self._exchange, self._recorder.launched
         exchange.decide(self._lr(exchange.steps))
-        decisions = [operation for _, operations in launched for operation in operations]
+        decisions = tuple(chain for _, launch in launched for chain in launch)
         launched.clear()
         step = exchange.open(self._lr(exchange.steps))
-        rounds = [self._rounds(index) for index in range(len(exchange.layout.batches))]
-        for index, requests in enumerate(rounds):
-            step.start(index, np.zeros(1, np.float32), functools.partial(replay, requests))
-        levels, groups = exchange.levels(), exchange.layout.groups
+        layout, levels = exchange.layout, exchange.levels()
         batches = exchange.policy.observers.accumulated
-        work = [self._work(index, requests) for index, requests in enumerate(rounds)]
-        ready = [self._ready(index) for index in range(len(rounds))]
+        work = []
+        for index, batch in enumerate(layout.batches):
+            rounds = self._rounds(batch)
+            step.start(index, np.zeros(1, np.float32), functools.partial(replay, rounds))
+            work.append(self._work(batch, rounds))
         exchange.finish()
-        operations = dict(launched)
+
+        def decode(number: int, rounds: int) -> tuple[float, ...]:
+            own = [work[i][1:] for i in layout.groups[number]]
+            return tuple(map(sum, itertools.zip_longest(*own, fillvalue=0.0)))
+
+        encode = [seconds for seconds, *_ in work]
+        groups = fusion_groups(layout, self._gradients, launched, encode, decode)
         launched.clear()
-        return Program(
-            self._collectives(decisions),
-            tuple(
-                self._group(n, members, operations, work, ready) for n, members in enumerate(groups)
-            ),
-            sum(seconds[0] for seconds in work),
-            batches,
-            step.traffic,
-            levels,
-        )
+        return Program(groups, sum(encode), decisions, batches, step.traffic, levels)
 
-    def _ready(self, index: int) -> float:
-        """Return the part of the backward pass after which a bucket batch is complete."""
-        batch = self._exchange.layout.batches[index]
-        return max((self._gradients.ready[member] for member in batch.members), default=0.0)
-
-    def _group(
-        self,
-        number: int,
-        members: Sequence[int],
-        operations: Mapping[str, tuple[Operation, ...]],
-        work: Sequence[Sequence[float]],
-        ready: Sequence[float],
-    ) -> FusionGroup[Round]:
-        """Return a fusion group with its rounds.
-
-        `members` are the positions of its bucket batches, and `operations` those of each launch, by
-        its name. `work`, the seconds of each call of the generators, and `ready` are by bucket
-        batch.
-        """
-        mark = f".g{number}.r"  # see `engine.step`
-        found = {int(n.rpartition(mark)[2]): x for n, x in operations.items() if mark in n}
-        rounds = [self._collectives(found[r]) for r in sorted(found)]
-        share = max(ready[i] for i in members)
-        before = sum(work[i][0] for i, part in enumerate(ready) if part <= share)
-        longest = max(len(work[i]) for i in members)
-        decode = [sum(work[i][r] for i in members if r < len(work[i])) for r in range(1, longest)]
-        return FusionGroup(share, before, tuple(rounds), tuple(decode))
-
-    def _collectives(self, operations: Sequence[Operation]) -> Round:
-        return tuple(Collective(x, self._members_of(x.group)) for x in operations)
-
-    def _members_of(self, group: tuple[int, ...] | None) -> Members:
-        if group not in self._members:
-            recorder = self._recorder
-            self._members[group] = members_of(group, recorder.size, recorder.hosts)
-        return self._members[group]
-
-    def _work(self, index: int, rounds: Rounds) -> list[float]:
+    def _work(self, batch: Batch, rounds: Rounds) -> list[float]:
         """Return the seconds of each call of a bucket batch's generator."""
-        batch = self._exchange.layout.batches[index]
-        compressor = batch.entries[0].compressor
         dense = sum(entry.bucket.dense_bytes for entry in batch.entries)
         answers = [0.0, *[sum(map(self._recorder.received, requests)) for requests in rounds]]
-        return [self._encoding.seconds(compressor, dense, size) for size in answers]
+        return [self._encoding.seconds(batch.first.compressor, dense, x) for x in answers]
 
-    def _rounds(self, index: int) -> Rounds:
+    def _rounds(self, batch: Batch) -> Rounds:
         """Return the requests of a bucket batch's generator, recorded once."""
-        batch = self._exchange.layout.batches[index]
-        first, phase = batch.entries[0], self._exchange.phase(batch.entries[0])
+        first, phase = batch.first, self._exchange.phase(batch.first)
         shapes = tuple(entry.bucket.shape for entry in batch.entries)
         sizes = first.bucket.sizes
         key = repr(first.compressor), phase, shapes, sizes, first.bucket.dtype, batch.stacked
@@ -399,3 +402,123 @@ def replay(rounds: Rounds, grad: Any = None) -> Generator[Any, Any, Any]:
     for requests in rounds:  # noqa: UP028, since answers cannot be sent to a tuple
         yield requests
     return None, None
+
+
+# ------------------------------------------------------------------------------------ the rehearsal
+SECONDS, LEAST, MOST = 0.5, 3, 12
+"""Duration of the measured steps of a configuration, and bounds on their number."""
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Seconds and operations of one step.
+
+    Attributes:
+        encode: seconds until each bucket batch has started.
+        rest: seconds from then on.
+        shares: the fusion groups' parts of `rest`.
+        launched: (name, operations) of all launches.
+    """
+
+    encode: list[float]
+    rest: float
+    shares: list[float]
+    launched: list[tuple[str, Launch]]
+
+
+class _LeadingExchange(Exchange):
+    """An exchange whose rank 0 leads in each step, if leaders rotate."""
+
+    def info(self, entry: BucketState, step: Any = None) -> Info:
+        info, ranks = super().info(entry, step), self.communicator.size
+        return replace(info, step=-(-info.step // ranks) * ranks)
+
+
+class Rehearsal:
+    """An exchange on one rank, as if all ranks had equal gradients.
+
+    Args:
+        policy: the policy of one compressor.
+        values: gradients with values, in the same order.
+        native_fp16: whether the engine adds fp16.
+        synchronize: waits until the device of the gradients has finished.
+
+    Raises:
+        ValueError: if the policy may change the compressor.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        gradients: Gradients,
+        values: Sequence[Tensor],
+        xp: ModuleType,
+        ranks: int,
+        local_size: int = 1,
+        native_fp16: bool = False,
+        synchronize: Callable[[], None] = lambda: None,
+    ) -> None:
+        if not isinstance(policy, Fixed) or policy.gate is not None:
+            check.refuse("rehearsal", "configuration", policy, "one compressor, such as powersgd:4")
+        self._gradients, self._values, self._synchronize = gradients, list(values), synchronize
+        hosts = consecutive(ranks, local_size)
+        self._communicator = RehearsalCommunicator(xp, ranks, hosts, native_fp16)
+        self._exchange = _LeadingExchange(
+            self._communicator, policy, gradients.tensors, skip=gradients.skip,
+            ledger=as_ledger(False),
+        )  # fmt: skip
+
+    def steps(self, seconds: float = SECONDS) -> list[Program]:
+        """Return each step of the compressor's period, with its median time over `seconds`."""
+        exchange = self._exchange
+        startup = max((x.compressor.startup_steps for x in exchange.bucket_states), default=0)
+        for _ in range(startup + 2):
+            self._step()
+        period = max(1, exchange.layout.period)
+        while exchange.counted % period:
+            self._step()
+        steps: list[_Measured] = []
+        began = time.perf_counter()
+        while len(steps) < LEAST * period or (
+            time.perf_counter() - began < seconds and len(steps) < MOST * period
+        ):
+            steps.append(self._step())
+        return [self._program(steps[turn::period]) for turn in range(period)]
+
+    def _step(self) -> _Measured:
+        exchange, communicator = self._exchange, self._communicator
+        communicator.launches.clear()
+        exchange.begin()
+        times = [self._now()]
+        for index, batch in enumerate(exchange.layout.batches):
+            grad = batch.pack([self._values[member] for member in batch.members], True)
+            weights = grad if batch.first.compressor.needs_weights else None
+            exchange.start(index, grad, weights)
+            times.append(self._now())
+        step = exchange.running
+        assert step is not None
+        exchange.finish()
+        exchange.means()
+        times.append(self._now())
+        *encode, rest = [max(0.0, b - a) for a, b in itertools.pairwise(times)]
+        decode = [cost.decode for cost in step.costs]
+        shares = [x / (sum(decode) or 1.0) for x in decode]
+        return _Measured(encode, rest, shares, communicator.launched)
+
+    def _now(self) -> float:
+        """Return the time, without what the engine would have done so far."""
+        self._synchronize()
+        return time.perf_counter() - self._communicator.seconds
+
+    def _program(self, steps: Sequence[_Measured]) -> Program:
+        """Return a step, given measurements of steps with the same operations."""
+        encode = [statistics.median(x) for x in zip(*(step.encode for step in steps), strict=True)]
+        rest = statistics.median(step.rest for step in steps)
+        shares = [statistics.mean(x) for x in zip(*(step.shares for step in steps), strict=True)]
+
+        def decode(number: int, rounds: int) -> tuple[float, ...]:
+            return (rest * shares[number] / rounds,) * rounds
+
+        layout, launched = self._exchange.layout, steps[-1].launched
+        groups = fusion_groups(layout, self._gradients, launched, encode, decode)
+        return Program(groups, sum(encode))

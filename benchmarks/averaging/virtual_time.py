@@ -25,7 +25,6 @@ from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.averaging.groups import Groups
 from accordion_hvd.averaging.wagma import WAGMA
 from accordion_hvd.comm import local
-from accordion_hvd.comm.recording import RecordingCommunicator
 from accordion_hvd.core.base import Info, Request
 from accordion_hvd.core.running import Running
 from accordion_hvd.engine.group_protocol import (
@@ -36,9 +35,10 @@ from accordion_hvd.engine.group_protocol import (
     factors,
     oracle,
 )
-from accordion_hvd.ops import numpy as xp
-from accordion_hvd.simulation.compute_times import Stragglers
-from accordion_hvd.simulation.links import Link, members_of_requests
+from accordion_hvd.simulation.clocks import Clocks
+from accordion_hvd.simulation.compute_times import Stragglers, Throughput
+from accordion_hvd.simulation.links import HostLinks, Link
+from accordion_hvd.simulation.programs import AveragingPrograms
 
 Array = np.ndarray
 Update = Callable[[int, int, Array], Array]
@@ -203,23 +203,23 @@ class _Job:
 
 
 class SynchronousJob:
-    """A training in which all ranks of a collective wait for each other."""
+    """A training in which all ranks of a collective wait for each other, as in `simulate_job`."""
 
     def __init__(self, job: _Job) -> None:
         self._method, self._ranks, self._times = job.method, job.ranks, job.times
-        self._link, self._factor = job.link, job.factor
         self._update, self._history = job.update, job.history
-        ranks = job.ranks
-        job.method.groups(ranks)
+        ranks, size = job.ranks, job.first.nbytes * job.factor
+        free, rate = Throughput(), lambda step: job.lr
+        self._programs = AveragingPrograms(job.method, size, ranks, free, rate)
+        self._clocks = Clocks(HostLinks(job.link, ranks), np.ones(ranks), backward=0, overlap=False)
         self._info = [Info(rank=r, size=ranks, name="model", lr=job.lr) for r in range(ranks)]
         self._models = job.models()
         self._states = [job.method.start(job.first, info) for info in self._info]
-        self._now = np.zeros(ranks)
 
     def run(self) -> None:
         """Run all steps."""
-        for step, times in enumerate(self._times):
-            self._now += times
+        for step, (times, program) in enumerate(zip(self._times, self._programs, strict=False)):
+            self._clocks.advance(program, times)
             exchanges = []
             for rank, info in enumerate(self._info):
                 model = self._models[rank] + self._update(rank, step, self._models[rank])
@@ -227,7 +227,7 @@ class SynchronousJob:
                 exchanges.append(self._method.exchange(model, self._states[rank], step_info))
             self._run_exchanges(exchanges)
             for rank, model in enumerate(self._models):
-                self._history.add(rank, step, model, self._now[rank])
+                self._history.add(rank, step, model, self._clocks.now[rank])
 
     def _run_exchanges(self, exchanges: Sequence[Any]) -> None:
         running = {rank: Running(exchange) for rank, exchange in enumerate(exchanges)}
@@ -239,9 +239,7 @@ class SynchronousJob:
                 exchange.answer(answers[rank])
 
     def _answers(self, requests: dict[int, tuple[Request, ...]]) -> dict[int, list[Any]]:
-        """Return the answers to each rank's requests, and advance the clocks."""
         answers: dict[int, list[Any]] = {rank: [] for rank in requests}
-        before = self._now.copy()  # a rank launches all its requests at the same time
         for number in range(max(map(len, requests.values()), default=0)):
             batches: dict[Any, dict[int, Request]] = {}
             for rank, own in requests.items():
@@ -252,27 +250,28 @@ class SynchronousJob:
                     raise RuntimeError(f"virtual ranks wait for each other in {kind.__name__}.")
                 for rank, result in local.results(batch).items():
                     answers[rank].append(result)
-            for kind in dict.fromkeys(kind for kind, _ in batches):
-                together = [batch for key, batch in batches.items() if key[0] is kind]
-                self._advance({r: ask for batch in together for r, ask in batch.items()}, before)
         return answers
 
-    def _advance(self, requests: dict[int, Request], before: Array) -> None:
-        """Advance the clocks of the ranks that share a collective, or one collective per group."""
-        ranks, members = self._ranks, members_of_requests(requests, self._ranks)
-        cost: Any = 0.0
-        recorder = RecordingCommunicator(xp, ranks)
-        for operation in recorder.operations([next(iter(requests.values()))]):
-            scaled = replace(operation, size=operation.size * self._factor)
-            cost = cost + self._link.cost(scaled, members, ranks)
-        self._now = np.maximum(self._now, members.latest(before) + cost)
+
+class _Messages:
+    """Seconds of messages between ranks."""
+
+    def __init__(self, link: Link, ranks: int) -> None:
+        hosts, number = np.arange(ranks) // link.local_size, link.hosts(ranks)
+        self._latency = np.broadcast_to(link.latency, number)[hosts]
+        self._bandwidth = np.broadcast_to(link.bandwidth, number)[hosts]
+
+    def seconds(self, ranks: Sequence[int], rounds: int = 1, size: float = 0.0) -> float:
+        """Return the seconds of rounds in which `ranks` each send `size` bytes in all."""
+        own = list(ranks)
+        return float((rounds * self._latency[own] + size / self._bandwidth[own]).max())
 
 
 class WaitAvoidingJob:
     """A training with the protocol of wait-avoiding averaging, event by event."""
 
     def __init__(self, job: _Job) -> None:
-        self._times, self._link = job.times, job.link
+        self._times, self._messages = job.times, _Messages(job.link, job.ranks)
         self._update, self._history = job.update, job.history
         self._period, self._bytes = job.method.period, job.first.nbytes * job.factor
         ranks, first = job.ranks, job.first
@@ -324,7 +323,7 @@ class WaitAvoidingJob:
 
     def _post(self, now: float, rank: int, sends: Sequence[Activation]) -> None:
         for send in sends:
-            wait = self._link.message((rank, send.to))
+            wait = self._messages.seconds((rank, send.to))
             self._schedule(now + wait, self._hear, send)
 
     def _hear(self, now: float, message: Activation) -> None:
@@ -340,7 +339,7 @@ class WaitAvoidingJob:
         self._ready[key] = self._ready.get(key, 0) + 1
         if self._ready[key] == len(round_.members):
             del self._ready[key]
-            wait = self._link.message(round_.members) if len(round_.members) > 1 else 0.0
+            wait = self._messages.seconds(round_.members) if len(round_.members) > 1 else 0.0
             self._schedule(now + wait, self._seed, round_)
 
     def _seed(self, now: float, round_: GroupRound) -> None:
@@ -349,7 +348,7 @@ class WaitAvoidingJob:
         total = oracle([model for _, model in contributions])
         size = len(round_.members)
         moved = 2 * (size - 1) / size * self._bytes
-        cost = self._link.seconds(round_.members, 2 * len(factors(size)), moved)
+        cost = self._messages.seconds(round_.members, 2 * len(factors(size)), moved)
         for rank, (label, _) in zip(round_.members, contributions, strict=True):
             if not round_.all_ranks:
                 self.labels[round_.version - label] += 1

@@ -16,9 +16,9 @@ from accordion_hvd.simulation.prediction import (
     Cluster,
     Engine,
     Prediction,
-    RehearsedStep,
     predict,
 )
+from accordion_hvd.simulation.programs import Program
 from accordion_hvd.tools.plan import table
 from accordion_hvd.tools.plan.model import Model, companions, measure
 from accordion_hvd.tools.text import parse_rate, parse_time
@@ -35,7 +35,7 @@ class Rehearsed:
     """A model and the steps of a configuration."""
 
     model: Model
-    steps: Sequence[RehearsedStep]
+    steps: Sequence[Program]
 
 
 def split(method: str) -> tuple[str, str]:

@@ -263,7 +263,7 @@ def test_parts_add_up() -> None:
 
 @pytest.mark.parametrize("method", [LocalSGD(5), WAGMA(4, 5), DPSGD("ring"), DiLoCo(4)], ids=repr)
 def test_averages_take_as_long_as_with_models(method: Any) -> None:
-    """A simulated job takes as long as `train`, which runs the ranks' models and clocks singly."""
+    """A simulated job takes as long as `train`, which also runs the ranks' models."""
     link, compute = Link(1e-3, 1e6), LogNormal(0.1, 0.5)
     run = job(method, 16, 20, link=link, compute=compute)
     other = train(method, 16, 20, compute, link, size=BYTES)

@@ -18,12 +18,10 @@ from accordion_hvd.simulation.prediction import (
     SEGMENT,
     Cluster,
     GlooLink,
-    Rehearsal,
-    RehearsedStep,
     predict,
     wire_seconds,
 )
-from accordion_hvd.simulation.programs import Gradients
+from accordion_hvd.simulation.programs import Gradients, Program, Rehearsal
 
 SHAPES = {"first": (64, 32), "bias": (64,), "second": (256, 128), "third": (300, 300)}
 SPECS = (
@@ -40,7 +38,7 @@ def gradients() -> tuple[Gradients, list[np.ndarray]]:
     return Gradients(infos, ready), values
 
 
-def rehearse(spec: str, ranks: int = 4, native_fp16: bool = True) -> list[RehearsedStep]:
+def rehearse(spec: str, ranks: int = 4, native_fp16: bool = True) -> list[Program]:
     known, values = gradients()
     rehearsal = Rehearsal(resolve(spec).serving, known, values, xp, ranks, native_fp16=native_fp16)
     return rehearsal.steps(0.0)
@@ -108,7 +106,7 @@ def test_what_is_sent_late_arrives_late(overlap: bool) -> None:
 
     def took(encode: float) -> float:
         late = [replace(x, encode=encode, decode=(0.0,) * len(x.decode)) for x in step.groups]
-        steps = [RehearsedStep(tuple(late), encode)]
+        steps = [Program(tuple(late), encode)]
         return predict(steps, 0.01, cluster, ENGINES["torch"], overlap=overlap).seconds
 
     assert took(0.5) - took(0.1) == pytest.approx(0.4, rel=1e-6)

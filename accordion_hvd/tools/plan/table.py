@@ -17,11 +17,10 @@ from accordion_hvd.simulation.prediction import (
     ENGINES,
     SEGMENT,
     Cluster,
-    Rehearsal,
-    RehearsedStep,
     predict,
     wire_seconds,
 )
+from accordion_hvd.simulation.programs import Program, Rehearsal
 from accordion_hvd.tools.plan.model import Model
 from accordion_hvd.tools.text import short, table
 
@@ -70,9 +69,7 @@ class Row:
         return 3600 * self.sent / self.seconds
 
 
-def rehearse(
-    model: Model, configuration: str, cluster: Cluster, engine: str
-) -> list[RehearsedStep]:
+def rehearse(model: Model, configuration: str, cluster: Cluster, engine: str) -> list[Program]:
     """Measure the work of a configuration on this machine; return its steps.
 
     Raises:
@@ -87,7 +84,7 @@ def rehearse(
 
 
 def row(
-    model: Model, configuration: str, steps: Sequence[RehearsedStep], cluster: Cluster, engine: str
+    model: Model, configuration: str, steps: Sequence[Program], cluster: Cluster, engine: str
 ) -> Row:
     """Return the predicted cost of a configuration, given the result of `rehearse`."""
     found = predict(steps, model.compute, cluster, ENGINES[engine], model.backward, model.overlap)
