@@ -72,20 +72,6 @@ class Link:
         }
         return replace(self, **chosen)  # type: ignore[arg-type]
 
-    def cost(self, operation: Operation, members: Members, ranks: int) -> Array:
-        """Return the seconds of an operation for each rank; a single number if all are equal."""
-        if isinstance(members, Neighbourhood):
-            return self._messages(operation.size, members, ranks)
-        places = _Places(members, ranks, self.local_size)
-        times = self._times(operation, places, self.hosts(ranks))
-        return times[0] if isinstance(members, Everyone) else times[places.labels]
-
-    def sent_by_hosts(self, operation: Operation, members: Members, ranks: int) -> Array:
-        """Return the bytes that each host sends to other hosts in an operation."""
-        if isinstance(members, Neighbourhood):
-            return self._between(operation.size, members.to, ranks)
-        return _load(operation, _Places(members, ranks, self.local_size), self.hosts(ranks))
-
     @property
     def _varies(self) -> bool:
         return isinstance(self.latency, tuple) or isinstance(self.bandwidth, tuple)
@@ -98,92 +84,6 @@ class Link:
                 allowed = f"{hosts}, one per host"
                 check.refuse(self, f"number of values of {name}", len(value), allowed)
         return hosts
-
-    def _per_host(self, hosts: int) -> tuple[Array, Array]:
-        latency, bandwidth = (
-            np.broadcast_to(np.asarray(x, float), hosts) for x in (self.latency, self.bandwidth)
-        )
-        return latency, bandwidth
-
-    def _times(self, operation: Operation, places: _Places, hosts: int) -> Array:
-        """Return the seconds of each group."""
-        load = _load(operation, places, hosts)
-        latency, bandwidth = self._per_host(hosts)
-        outside, within = self._rounds(operation.kind, places)
-        slowest = latency[places.host] * outside + (load / bandwidth)[places.host]
-        times = np.zeros(len(places.size))
-        np.maximum.at(times, places.group, np.where(places.spans[places.group], slowest, 0.0))
-        if self.inside is None:
-            return times
-        shared = places.most > 1
-        own = moved_bytes(operation.kind, operation.size, places.size) * shared
-        (latency,), (bandwidth,) = self.inside._per_host(1)
-        return np.maximum(times, own / bandwidth) + within * latency * shared
-
-    def _rounds(self, kind: str, places: _Places) -> tuple[Array, Array]:
-        """Return the rounds between hosts, for each place, and within hosts, for each group."""
-        factor = 2 if kind == "allreduce" else 1
-        if self.algorithm == "ring":
-            rounds = factor * (places.size - 1)
-            return rounds[places.group], np.where(places.spans, 0, rounds)
-        if kind == "alltoall":
-            return np.ones(len(places.host)), np.where(places.spans, 0, 1)
-        outside = factor * np.ceil(np.log2(places.hosts))
-        return outside[places.group], factor * np.ceil(np.log2(places.most))
-
-    def _messages(self, size: float, members: Neighbourhood, ranks: int) -> Array:
-        """Return the seconds in which each rank has sent and received its messages."""
-        sent, received = (self._between(size, x, ranks) for x in (members.to, members.of))
-        load = np.maximum(sent, received)
-        latency, bandwidth = self._per_host(self.hosts(ranks))
-        times = np.where(load == 0, 0.0, latency + load / bandwidth)
-        return members.latest(times[np.arange(ranks) // self.local_size])
-
-    def _between(self, size: float, peers: Sequence[Sequence[int]], ranks: int) -> Array:
-        counts = [
-            sum(1 for peer in own if peer // self.local_size != rank // self.local_size)
-            for rank, own in enumerate(peers)
-        ]
-        hosts = np.arange(ranks) // self.local_size
-        return np.bincount(hosts, size * np.array(counts, float), self.hosts(ranks))
-
-
-class _Places:
-    """The hosts of each group; a place is a pair of a group and one of its hosts.
-
-    Attributes:
-        labels: number of each rank's group.
-        group: number of the group, for each place.
-        host: number of the host, for each place.
-        count: number of the group's ranks on the host, for each place.
-        size: number of ranks of each group.
-        hosts: number of hosts of each group.
-        most: largest number of ranks on a host, for each group.
-        spans: whether a group has several hosts.
-    """
-
-    def __init__(self, members: Members, ranks: int, local_size: int) -> None:
-        labels = members.labels if isinstance(members, Partition) else np.zeros(ranks, np.int64)
-        width = ranks // local_size + 1
-        pairs = labels * width + np.arange(ranks) // local_size
-        self.labels = labels
-        found, self.count = np.unique(pairs, return_counts=True)
-        self.group, self.host = found // width, found % width
-        self.size = np.bincount(labels)
-        self.hosts = np.bincount(self.group)
-        self.most = np.zeros(len(self.size), np.int64)
-        np.maximum.at(self.most, self.group, self.count)
-        self.spans = self.hosts > 1
-
-
-def _load(operation: Operation, places: _Places, hosts: int) -> Array:
-    """Return the bytes that each host sends to other hosts in operations of all groups."""
-    sizes = places.size[places.group]
-    if operation.kind == "alltoall":
-        moved = places.count * (sizes - places.count) / sizes * operation.size
-    else:
-        moved = moved_bytes(operation.kind, operation.size, sizes)
-    return np.bincount(places.host, moved * places.spans[places.group], hosts)
 
 
 def moved_bytes(kind: str, size: float, ranks: Any) -> Any:
@@ -212,7 +112,11 @@ class HostLinks:
     """The links of all ranks, each of which carries one operation after the other."""
 
     def __init__(self, link: Link, ranks: int) -> None:
-        self._link, self._ranks = link, ranks
+        self._link, self._host = link, np.arange(ranks) // link.local_size
+        self._latency, self._bandwidth = (
+            np.broadcast_to(np.asarray(x, float), link.hosts(ranks))
+            for x in (link.latency, link.bandwidth)
+        )
         self._hosts = consecutive(ranks, link.local_size)
         self._members: dict[Any, Members] = {}
         self._prices: dict[Operation, tuple[Array, float]] = {}
@@ -220,7 +124,7 @@ class HostLinks:
 
     def restart(self) -> None:
         """Forget operations that have not ended."""
-        self._free = np.zeros(self._ranks)  # when the link of each rank is free
+        self._free = np.zeros(len(self._host))  # when the link of each rank is free
 
     def run(self, launches: Sequence[tuple[Array, Launch]]) -> list[Array]:
         done = []
@@ -228,9 +132,13 @@ class HostLinks:
             for operation in itertools.chain(*chains):
                 members = self._members_of(operation.group)
                 start = members.latest(np.maximum(begin, self._free))
-                self._free = np.broadcast_to(start + self._price(operation)[0], begin.shape)
+                self._free = np.broadcast_to(start + self.seconds(operation), begin.shape)
             done.append(self._free if any(chains) else begin)
         return done
+
+    def seconds(self, operation: Operation) -> Array:
+        """Return the seconds of an operation for each rank; a single number if all are equal."""
+        return self._price(operation)[0]
 
     def sent(self, operation: Operation) -> float:
         return self._price(operation)[1]
@@ -238,16 +146,88 @@ class HostLinks:
     def _price(self, operation: Operation) -> tuple[Array, float]:
         """Return the seconds and the bytes of an operation, computed once for each operation."""
         if operation not in self._prices:
-            arguments = operation, self._members_of(operation.group), self._ranks
-            sent = self._link.sent_by_hosts(*arguments).mean()
-            self._prices[operation] = self._link.cost(*arguments), float(sent)
+            members = self._members_of(operation.group)
+            price = self._messages if isinstance(members, Neighbourhood) else self._collective
+            seconds, sent = price(operation, members)
+            self._prices[operation] = seconds, float(sent.mean())
         return self._prices[operation]
 
     def _members_of(self, group: Any) -> Members:
         if group not in self._members:
             known = isinstance(group, (Everyone, Partition, Neighbourhood))
-            self._members[group] = group if known else members_of(group, self._ranks, self._hosts)
+            self._members[group] = group if known else members_of(group, self._hosts)
         return self._members[group]
+
+    def _collective(self, operation: Operation, members: Any) -> tuple[Array, Array]:
+        """Return the seconds for each rank, and the bytes that each host sends to other hosts."""
+        places, inside = _Places(members, self._host), self._link.inside
+        load = np.bincount(places.host, places.moved(operation), len(self._hosts))
+        outside, within = self._rounds(operation.kind, places)
+        slowest = self._latency[places.host] * outside + (load / self._bandwidth)[places.host]
+        times = np.zeros(len(places.size))
+        np.maximum.at(times, places.group, np.where(places.spans[places.group], slowest, 0.0))
+        if inside is not None:
+            shared = places.most > 1
+            own = moved_bytes(operation.kind, operation.size, places.size) * shared
+            times = np.maximum(times, own / inside.bandwidth) + within * inside.latency * shared
+        return times[0] if isinstance(members, Everyone) else times[members.labels], load
+
+    def _rounds(self, kind: str, places: _Places) -> tuple[Array, Array]:
+        """Return the rounds between hosts, for each place, and within hosts, for each group."""
+        factor = 2 if kind == "allreduce" else 1
+        if self._link.algorithm == "ring":
+            rounds = factor * (places.size - 1)
+            return rounds[places.group], np.where(places.spans, 0, rounds)
+        if kind == "alltoall":
+            return np.ones(len(places.host)), np.where(places.spans, 0, 1)
+        outside = factor * np.ceil(np.log2(places.hosts))
+        return outside[places.group], factor * np.ceil(np.log2(places.most))
+
+    def _messages(self, operation: Operation, members: Any) -> tuple[Array, Array]:
+        """Return the seconds in which each rank has sent and received its messages, and bytes."""
+        sent, received = (self._between(operation.size, x) for x in (members.to, members.of))
+        load = np.maximum(sent, received)
+        times = np.where(load == 0, 0.0, self._latency + load / self._bandwidth)
+        return members.latest(times[self._host]), sent
+
+    def _between(self, size: float, peers: Sequence[Sequence[int]]) -> Array:
+        """Return the bytes of each host's messages to `peers` on other hosts."""
+        host = self._host
+        counts = [np.count_nonzero(host[list(x)] != host[rank]) for rank, x in enumerate(peers)]
+        return np.bincount(host, size * np.array(counts, float), len(self._hosts))
+
+
+class _Places:
+    """The hosts of each group; a place is a pair of a group and one of its hosts.
+
+    Attributes:
+        group: number of the group, for each place.
+        host: number of the host, for each place.
+        size: number of ranks of each group.
+        hosts: number of hosts of each group.
+        most: largest number of ranks on a host, for each group.
+        spans: whether a group has several hosts.
+    """
+
+    def __init__(self, members: Members, host: Array) -> None:
+        labels = members.labels if isinstance(members, Partition) else np.zeros_like(host)
+        width = host[-1] + 1
+        found, self._count = np.unique(labels * width + host, return_counts=True)
+        self.group, self.host = found // width, found % width
+        self.size = np.bincount(labels)
+        self.hosts = np.bincount(self.group)
+        self.most = np.zeros(len(self.size), np.int64)
+        np.maximum.at(self.most, self.group, self._count)
+        self.spans = self.hosts > 1
+
+    def moved(self, operation: Operation) -> Array:
+        """Return the bytes that leave each place, whose ranks share the links of a ring."""
+        size, there = self.size[self.group], self._count
+        if operation.kind == "alltoall":
+            moved = there * (size - there) / size * operation.size
+        else:
+            moved = moved_bytes(operation.kind, operation.size, size)
+        return moved * self.spans[self.group]
 
 
 # ----------------------------------------------- the ranks that wait for each other in an operation
@@ -330,13 +310,13 @@ def members_of_requests(requests: Mapping[int, Request], ranks: int) -> Members:
     return Partition([*named, *((rank,) for rank in sorted(others))])
 
 
-def members_of(group: tuple[int, ...] | None, ranks: int, hosts: Hosts) -> Members:
+def members_of(group: tuple[int, ...] | None, hosts: Hosts) -> Members:
     """Return the groups of all ranks, given that of rank 0, or None for all ranks.
 
     Raises:
         ValueError: if the group is neither a host nor the first ranks of all hosts.
     """
-    if group is None or len(group) == ranks:
+    if group is None or len(group) == sum(map(len, hosts)):
         return Everyone()
     if group == hosts[0]:
         return Partition(hosts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ from accordion_hvd.simulation import (
     simulate,
     simulate_job,
 )
-from accordion_hvd.simulation.links import Everyone, Neighbourhood, Partition
+from accordion_hvd.simulation.links import Everyone, HostLinks, Neighbourhood, Partition
 from benchmarks.averaging.virtual_time import train
 
 FREE = Link(0.0, math.inf)
@@ -114,15 +115,20 @@ def test_bytes_of_hosts() -> None:
     dense = job("dense", 16, 3, link=Link(local_size=4))
     assert dense.sent_by_host == pytest.approx(dense.sent_by_rank)
     link, column = Link(local_size=4), Partition([range(i, 16, 4) for i in range(4)])
-    sent = link.sent_by_hosts(Operation("allreduce", 100.0), column, 16)
+    links = HostLinks(link, 16)
+    sent = links.sent(Operation("allreduce", 100.0, column))
     assert sent == pytest.approx(4 * 2 * 3 / 4 * 100)  # four groups share each host's link
-    sent = link.sent_by_hosts(Operation("alltoall", 160.0), Everyone(), 16)
+    sent = links.sent(Operation("alltoall", 160.0))
     assert sent == pytest.approx(4 * 12 * 10)
     hosts = Partition([range(i, i + 4) for i in (0, 4, 8, 12)])
-    assert not link.sent_by_hosts(Operation("alltoall", 16.0), hosts, 16).any()
+    assert links.sent(Operation("alltoall", 16.0, hosts)) == 0
 
 
 # --------------------------------------------------------------------------------------- links
+def price(link: Link, operation: Operation, members: Any, ranks: int) -> np.ndarray:
+    return HostLinks(link, ranks).seconds(replace(operation, group=members))
+
+
 def ring(sizes: np.ndarray, latency: np.ndarray, bandwidth: np.ndarray) -> float:
     """Return the seconds of a ring allreduce: chunks are passed around the ring, round by round."""
     clock = np.zeros(len(sizes))
@@ -135,7 +141,7 @@ def ring(sizes: np.ndarray, latency: np.ndarray, bandwidth: np.ndarray) -> float
 @pytest.mark.parametrize("ranks", [2, 3, 8, 100])
 def test_a_ring_on_equal_links(ranks: int) -> None:
     link, size = Link(1e-3, 1e9, "ring"), 1e7
-    cost = link.cost(Operation("allreduce", size), Everyone(), ranks)
+    cost = price(link, Operation("allreduce", size), Everyone(), ranks)
     assert cost == pytest.approx(2 * (ranks - 1) * (1e-3 + size / ranks / 1e9))
     oracle = ring(np.full(ranks, size), np.full(ranks, 1e-3), np.full(ranks, 1e9))
     assert cost == pytest.approx(oracle)
@@ -146,11 +152,11 @@ def test_the_slowest_link_bounds_a_ring(slow: int) -> None:
     bandwidth = np.full(8, 1e9)
     bandwidth[slow] = 1e8
     operation = Operation("allreduce", 1e7)
-    cost = Link(0.0, tuple(bandwidth), "ring").cost(operation, Everyone(), 8)
-    assert cost == pytest.approx(Link(0.0, 1e8, "ring").cost(operation, Everyone(), 8))
+    cost = price(Link(0.0, tuple(bandwidth), "ring"), operation, Everyone(), 8)
+    assert cost == pytest.approx(price(Link(0.0, 1e8, "ring"), operation, Everyone(), 8))
     assert cost >= ring(np.full(8, 1e7), np.zeros(8), bandwidth) * 0.99
     groups = Partition([[0, 1, 2, 3], [4, 5, 6, 7]])
-    times = Link(0.0, tuple(bandwidth), "ring").cost(operation, groups, 8)
+    times = price(Link(0.0, tuple(bandwidth), "ring"), operation, groups, 8)
     assert (np.argsort(times, kind="stable")[-4:] // 4 == slow // 4).all()
     assert times.max() == pytest.approx(10 * times.min())
 
@@ -165,7 +171,7 @@ def test_the_slowest_link_bounds_a_ring(slow: int) -> None:
     ],
 )
 def test_a_tree(kind: str, rounds: int, moved: float) -> None:
-    cost = Link(1e-3, 1e9).cost(Operation(kind, 1e6), Everyone(), 8)
+    cost = price(Link(1e-3, 1e9), Operation(kind, 1e6), Everyone(), 8)
     assert cost == pytest.approx(rounds * 1e-3 + moved * 1e-3)
 
 
@@ -174,19 +180,19 @@ def test_links_within_hosts() -> None:
     inside = Link(1e-6, 1e10)
     outside = Link(1e-3, 1e9, local_size=4, inside=inside)
     operation = Operation("allreduce", 1e6)
-    whole = outside.cost(operation, Everyone(), 16)
+    whole = price(outside, operation, Everyone(), 16)
     assert whole == pytest.approx(4 * 1e-3 + 2 * 15 / 16 * 1e-3 + 4 * 1e-6)
     hosts = Partition([range(i, i + 4) for i in (0, 4, 8, 12)])
-    near = outside.cost(operation, hosts, 16)
+    near = price(outside, operation, hosts, 16)
     assert near == pytest.approx(4 * 1e-6 + 1.5 * 1e-4)
-    assert not Link(1e-3, 1e9, local_size=4).cost(operation, hosts, 16).any()
+    assert not price(Link(1e-3, 1e9, local_size=4), operation, hosts, 16).any()
 
 
 def test_neighbours_wait_for_their_own_messages() -> None:
     """If rank 0 of a ring has a slow link, only that rank and its two neighbours wait."""
     to = [((rank + 1) % 6, (rank - 1) % 6) for rank in range(6)]
     link = Link(0.0, (1e6, *[1e9] * 5))
-    cost = link.cost(Operation("neighbours", 1e6), Neighbourhood(to, to), 6)
+    cost = price(link, Operation("neighbours", 1e6), Neighbourhood(to, to), 6)
     assert cost == pytest.approx([2.0, 2.0, 2e-3, 2e-3, 2e-3, 2.0])
 
 

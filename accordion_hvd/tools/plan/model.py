@@ -133,8 +133,7 @@ def _torch(model: Any, step: Callable[[], Any] | None, compute: float | None) ->
             )
             for name, x in named
         ]
-        starts, ends = _timed(step, synchronize)
-        seconds = statistics.median(b - a for a, b in zip(starts, ends, strict=True))
+        seconds = _seconds(step, synchronize)
         for hook in hooks:
             hook.remove()
         named = [(name, x) for name, x in named if x.grad is not None]
@@ -190,30 +189,27 @@ def _keras(model: Any, step: Callable[[], Any] | None, compute: float | None) ->
         TensorInfo(f"{number}.{x.path}", tuple(x.shape), str(x.dtype))
         for number, x in enumerate(variables)
     ]
-    seconds = 0.0
-    if step is not None:
-        starts, ends = _timed(step, _nothing)
-        seconds = statistics.median(b - a for a, b in zip(starts, ends, strict=True))
+    seconds = 0.0 if step is None else _seconds(step, _nothing)
     ready = tuple(1.0 for _ in infos)
     return Model(
         Gradients(tuple(infos), ready), values, xp, compute or seconds, BACKWARD, overlap=False
     )
 
 
-def _timed(
-    step: Callable[[], Any], synchronize: Callable[[], None]
-) -> tuple[list[float], list[float]]:
+def _seconds(step: Callable[[], Any], synchronize: Callable[[], None]) -> float:
+    """Return the median seconds of a step."""
     for _ in range(WARM_UP):
         step()
-    starts: list[float] = []
-    ends: list[float] = []
-    while len(starts) < LEAST or ends[-1] - starts[0] < SECONDS:
+    seconds: list[float] = []
+    began = now = time.perf_counter()
+    while len(seconds) < LEAST or now - began < SECONDS:
         synchronize()
-        starts.append(time.perf_counter())
+        before = time.perf_counter()
         step()
         synchronize()
-        ends.append(time.perf_counter())
-    return starts, ends
+        now = time.perf_counter()
+        seconds.append(now - before)
+    return statistics.median(seconds)
 
 
 @contextmanager

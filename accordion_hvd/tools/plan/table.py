@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +17,7 @@ from accordion_hvd.simulation.prediction import (
     ENGINES,
     SEGMENT,
     Cluster,
+    Prediction,
     predict,
     wire_seconds,
 )
@@ -44,24 +45,10 @@ GAIN = 0.03
 
 
 @dataclass(frozen=True)
-class Row:
-    """The cost of a configuration.
-
-    Attributes:
-        configuration: spec string.
-        seconds: seconds per step.
-        compute: seconds of computation per step.
-        work: seconds of encoding and decoding per step.
-        exposed: seconds per step in which the training thread only waits.
-        sent: bytes per step that each host sends to other hosts.
-    """
+class Row(Prediction):
+    """The predicted step of a configuration, a spec string."""
 
     configuration: str
-    seconds: float
-    compute: float
-    work: float
-    exposed: float
-    sent: float
 
     @property
     def per_hour(self) -> float:
@@ -88,7 +75,7 @@ def row(
 ) -> Row:
     """Return the predicted cost of a configuration, given the result of `rehearse`."""
     found = predict(steps, model.compute, cluster, ENGINES[engine], model.backward, model.overlap)
-    return Row(configuration, found.seconds, found.compute, found.work, found.exposed, found.sent)
+    return Row(**vars(found), configuration=configuration)
 
 
 def verdict(rows: Sequence[Row]) -> str:
@@ -125,7 +112,8 @@ def text(rows: Sequence[Row], price: float | None = None) -> str:
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    return [{**asdict(row), "per_hour": row.per_hour} for row in rows]
+    names = ("configuration", "seconds", "compute", "work", "exposed", "sent", "per_hour")
+    return [{name: getattr(row, name) for name in names} for row in rows]
 
 
 def _takes(row: Row) -> str:
