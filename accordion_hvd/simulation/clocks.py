@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -58,8 +57,8 @@ class Clocks:
     def latest(self) -> float:
         return float(self.now.max())
 
-    def wait(self, until: float) -> None:
-        """Let all ranks wait until a moment, unless it has passed."""
+    def wait(self, until: Array | float) -> None:
+        """Let each rank wait until a moment, unless it has passed."""
         self.now = np.maximum(self.now, until)
 
     def advance(self, program: Program, compute: Array) -> Times:
@@ -79,7 +78,8 @@ class Clocks:
             done = self._network.run(launches)
             if number == 0:
                 thread = functools.reduce(np.maximum, done, thread)
-            arrived = sorted(zip(done, waiting, strict=True), key=_arrival)
+            answered = zip(done, waiting, strict=True)
+            arrived = sorted(answered, key=lambda pair: float(np.max(pair[0])))
             launches, waiting = [], []
             for moment, group in arrived:
                 thread = np.maximum(thread, moment) + group.decode[number] * self._slowness
@@ -103,7 +103,3 @@ class Clocks:
         parts = (*work, exposed, waited - exposed)
         seconds = float(self.now.max() - begin.max())
         return Times(seconds, {k: float(np.mean(v)) for k, v in zip(PARTS, parts, strict=True)})
-
-
-def _arrival(answered: tuple[Any, FusionGroup]) -> float:
-    return float(np.max(answered[0]))

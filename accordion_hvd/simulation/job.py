@@ -231,10 +231,6 @@ class World:
             self._programs.append(next(self._steps))
         return self._programs[step]
 
-    def sent_by_host(self, program: Program) -> float:
-        """Return the bytes that a host sends to other hosts in a step, on average."""
-        return sum(map(self.network.sent, program.operations))
-
 
 def _programs(settings: _Settings, ranks: int) -> GradientPrograms | AveragingPrograms:
     gradients, encoding, lr = settings.gradients, settings.encoding, settings.lr
@@ -249,7 +245,7 @@ def _programs(settings: _Settings, ranks: int) -> GradientPrograms | AveragingPr
 
 @dataclass
 class _Kept:
-    """Times and bytes of a step that was not lost."""
+    """A step that was not lost; `sent` is the bytes that a host sent to others, on average."""
 
     times: Times
     program: Program
@@ -278,11 +274,12 @@ class Job:
             times = world.clocks.advance(program, self._times[step, world.ranks])
             commits = (step + 1) % self._failures.commit_every == 0
             if commits:
-                world.clocks.now = world.clocks.now + self._failures.commit
+                world.clocks.wait(world.clocks.now + self._failures.commit)
             if self._next <= world.clocks.latest:
                 self._fail()
                 continue
-            self._kept.append(_Kept(times, program, world.sent_by_host(program)))
+            sent = sum(map(world.network.sent, program.operations))
+            self._kept.append(_Kept(times, program, sent))
             if commits:
                 self._resumed, self._committed = world.clocks.latest, step + 1
                 self._in_vain = 0

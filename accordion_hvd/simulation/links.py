@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -117,9 +118,9 @@ class HostLinks:
             np.broadcast_to(np.asarray(x, float), link.hosts(ranks))
             for x in (link.latency, link.bandwidth)
         )
-        self._hosts = consecutive(ranks, link.local_size)
-        self._members: dict[Any, Members] = {}
-        self._prices: dict[Operation, tuple[Array, float]] = {}
+        hosts = consecutive(ranks, link.local_size)
+        self._members = functools.cache(functools.partial(members_of, hosts=hosts))
+        self._price = functools.cache(self._seconds_and_bytes)
         self.restart()
 
     def restart(self) -> None:
@@ -130,7 +131,7 @@ class HostLinks:
         done = []
         for begin, chains in launches:
             for operation in itertools.chain(*chains):
-                members = self._members_of(operation.group)
+                members = self._members(operation.group)
                 start = members.latest(np.maximum(begin, self._free))
                 self._free = np.broadcast_to(start + self.seconds(operation), begin.shape)
             done.append(self._free if any(chains) else begin)
@@ -143,25 +144,16 @@ class HostLinks:
     def sent(self, operation: Operation) -> float:
         return self._price(operation)[1]
 
-    def _price(self, operation: Operation) -> tuple[Array, float]:
-        """Return the seconds and the bytes of an operation, computed once for each operation."""
-        if operation not in self._prices:
-            members = self._members_of(operation.group)
-            price = self._messages if isinstance(members, Neighbourhood) else self._collective
-            seconds, sent = price(operation, members)
-            self._prices[operation] = seconds, float(sent.mean())
-        return self._prices[operation]
-
-    def _members_of(self, group: Any) -> Members:
-        if group not in self._members:
-            known = isinstance(group, (Everyone, Partition, Neighbourhood))
-            self._members[group] = group if known else members_of(group, self._hosts)
-        return self._members[group]
+    def _seconds_and_bytes(self, operation: Operation) -> tuple[Array, float]:
+        members = self._members(operation.group)
+        price = self._messages if isinstance(members, Neighbourhood) else self._collective
+        seconds, sent = price(operation, members)
+        return seconds, float(sent.mean())
 
     def _collective(self, operation: Operation, members: Any) -> tuple[Array, Array]:
         """Return the seconds for each rank, and the bytes that each host sends to other hosts."""
         places, inside = _Places(members, self._host), self._link.inside
-        load = np.bincount(places.host, places.moved(operation), len(self._hosts))
+        load = np.bincount(places.host, places.moved(operation), len(self._latency))
         outside, within = self._rounds(operation.kind, places)
         slowest = self._latency[places.host] * outside + (load / self._bandwidth)[places.host]
         times = np.zeros(len(places.size))
@@ -194,7 +186,7 @@ class HostLinks:
         """Return the bytes of each host's messages to `peers` on other hosts."""
         host = self._host
         counts = [np.count_nonzero(host[list(x)] != host[rank]) for rank, x in enumerate(peers)]
-        return np.bincount(host, size * np.array(counts, float), len(self._hosts))
+        return np.bincount(host, size * np.array(counts, float), len(self._latency))
 
 
 class _Places:
@@ -310,19 +302,19 @@ def members_of_requests(requests: Mapping[int, Request], ranks: int) -> Members:
     return Partition([*named, *((rank,) for rank in sorted(others))])
 
 
-def members_of(group: tuple[int, ...] | None, hosts: Hosts) -> Members:
-    """Return the groups of all ranks, given that of rank 0, or None for all ranks.
+def members_of(group: Any, hosts: Hosts) -> Members:
+    """Return the groups of all ranks, given these, that of rank 0, or None for all ranks.
 
     Raises:
-        ValueError: if the group is neither a host nor the first ranks of all hosts.
+        ValueError: if the group of rank 0 is neither a host nor the first ranks of all hosts.
     """
+    if isinstance(group, (Everyone, Partition, Neighbourhood)):
+        return group
     if group is None or len(group) == sum(map(len, hosts)):
         return Everyone()
-    if group == hosts[0]:
-        return Partition(hosts)
-    columns = list(zip(*hosts, strict=False))
-    if group == columns[0]:
-        return Partition(columns)
+    for groups in (hosts, list(zip(*hosts, strict=False))):
+        if group == groups[0]:
+            return Partition(groups)
     check.refuse(
         "simulate_job", "group of rank 0", group, "all ranks, a host, or one rank per host"
     )

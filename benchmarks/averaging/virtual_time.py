@@ -257,14 +257,15 @@ class _Messages:
     """Seconds of messages between ranks."""
 
     def __init__(self, link: Link, ranks: int) -> None:
-        hosts, number = np.arange(ranks) // link.local_size, link.hosts(ranks)
-        self._latency = np.broadcast_to(link.latency, number)[hosts]
-        self._bandwidth = np.broadcast_to(link.bandwidth, number)[hosts]
+        hosts, count = np.arange(ranks) // link.local_size, link.hosts(ranks)
+        self._latency, self._bandwidth = (
+            np.broadcast_to(np.asarray(x, float), count)[hosts].tolist()
+            for x in (link.latency, link.bandwidth)
+        )
 
     def seconds(self, ranks: Sequence[int], rounds: int = 1, size: float = 0.0) -> float:
         """Return the seconds of rounds in which `ranks` each send `size` bytes in all."""
-        own = list(ranks)
-        return float((rounds * self._latency[own] + size / self._bandwidth[own]).max())
+        return max([rounds * self._latency[r] + size / self._bandwidth[r] for r in ranks])
 
 
 class WaitAvoidingJob:
