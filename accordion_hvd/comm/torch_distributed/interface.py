@@ -2,52 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from accordion_hvd.comm.agreement import host_name
-from accordion_hvd.comm.torch_distributed import operations, start
+from accordion_hvd.comm.agreement import host_name, require_agreement
 from accordion_hvd.comm.torch_distributed import process_sets as _sets
-from accordion_hvd.comm.torch_distributed.communicator import (
-    ConnectionLost as HorovodInternalError,
-)
-from accordion_hvd.comm.torch_distributed.operations import (
-    Adasum,
-    Average,
-    Compression,
-    Max,
-    Min,
-    Product,
-    Sum,
-    allgather,
-    allgather_async,
-    allgather_object,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    broadcast_object,
-    broadcast_parameters,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    poll,
-    reducescatter,
-    synchronize,
-)
-from accordion_hvd.comm.torch_distributed.process_sets import (
+from accordion_hvd.comm.torch_distributed import start
+from accordion_hvd.comm.torch_distributed.communicator import ConnectionLost, Handle
+from accordion_hvd.comm.torch_distributed.communicator import TorchCommunicator as _Communicator
+from accordion_hvd.comm.torch_distributed.process_sets import (  # noqa: F401
     ProcessSet,
     add_process_set,
     global_process_set,
@@ -55,20 +23,12 @@ from accordion_hvd.comm.torch_distributed.process_sets import (
 )
 from accordion_hvd.comm.torch_distributed.watch import watch
 
-__all__ = [
-    "Adasum", "Average", "Compression", "HorovodInternalError", "Max", "Min", "ProcessSet",
-    "Product", "Sum", "add_process_set", "allgather", "allgather_async", "allgather_object",
-    "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async",
-    "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
-    "broadcast_object", "broadcast_parameters", "ccl_built", "cross_rank", "cross_size",
-    "cuda_built", "ddl_built", "global_process_set", "gloo_built", "gloo_enabled",
-    "grouped_allgather", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
-    "grouped_allreduce_async_", "init", "is_initialized", "join", "local_rank", "local_size",
-    "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll", "rank",
-    "reducescatter", "remove_process_set", "rocm_built", "shutdown", "size", "synchronize",
-]  # fmt: skip
+HorovodInternalError = ConnectionLost
 
-_places: list[tuple[int, int, int, int]] = []  # (local rank, local size, cross rank, cross size)
+Place: TypeAlias = tuple[int, int, int, int]
+"""Local rank, local size, cross rank and cross size of a process."""
+
+_place: Place | None = None
 _ours = False  # whether `init` has initialized torch.distributed
 
 
@@ -83,21 +43,22 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     Raises:
         ValueError: if `comm` is given, or a process set is invalid.
     """
-    global _ours
+    global _ours, _place
     if comm is not None:
         raise ValueError("comm is not None, but torch.distributed has no MPI communicators.")
     if is_initialized():
         return
     _ours = start.start_alone_or_launched()
-    _places.append(_place())
+    _place = _find_place()
     _sets.start(None if isinstance(process_sets, str) else process_sets)
 
 
 def shutdown() -> None:
     """Forget all process sets, and end torch.distributed if `init` has initialized it."""
-    global _ours
-    operations.clear()
-    _places.clear()
+    global _ours, _place
+    _pending.clear()
+    _sets.stop()
+    _place = None
     if _ours:
         start.end()
     watch.end()
@@ -106,51 +67,48 @@ def shutdown() -> None:
 
 def is_initialized() -> bool:
     """Return whether `init` has been called."""
-    return bool(_places)
+    return _place is not None
 
 
 def rank() -> int:
     """Return the rank of this process."""
-    _require_init()
+    _place_here()
     return dist.get_rank()
 
 
 def size() -> int:
     """Return the number of ranks."""
-    _require_init()
+    _place_here()
     return dist.get_world_size()
 
 
 def local_rank() -> int:
     """Return the rank of this process among those of its host."""
-    _require_init()
-    return _places[0][0]
+    return _place_here()[0]
 
 
 def local_size() -> int:
     """Return the number of ranks on this host."""
-    _require_init()
-    return _places[0][1]
+    return _place_here()[1]
 
 
 def cross_rank() -> int:
     """Return the number of this host among those with a rank of the same local rank."""
-    _require_init()
-    return _places[0][2]
+    return _place_here()[2]
 
 
 def cross_size() -> int:
     """Return the number of hosts with a rank of the same local rank."""
-    _require_init()
-    return _places[0][3]
+    return _place_here()[3]
 
 
-def _require_init() -> None:
-    if not _places:
+def _place_here() -> Place:
+    if _place is None:
         raise ValueError("torch.distributed has not been initialized; use hvd.init().")
+    return _place
 
 
-def _place() -> tuple[int, int, int, int]:
+def _find_place() -> Place:
     """Return local and cross ranks and sizes, from the names of all ranks' hosts; collective."""
     own, names = dist.get_rank(), [""] * dist.get_world_size()
     dist.all_gather_object(names, host_name())
@@ -189,11 +147,6 @@ def mpi_enabled() -> bool:
     return dist.get_backend() == "mpi"
 
 
-def mpi_threads_supported() -> bool:
-    """Return False."""
-    return False
-
-
 def nccl_built() -> int:
     """Return whether PyTorch has NCCL."""
     return int(dist.is_nccl_available())
@@ -214,9 +167,348 @@ def ddl_built() -> bool:
     return False
 
 
-def ccl_built() -> bool:
-    """Return False."""
-    return False
+mpi_threads_supported = ccl_built = ddl_built
+
+
+# -------------------------------------------------------------------------------------- compression
+class NoneCompressor:
+    """No compression, the default."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor
+
+
+class FP16Compressor:
+    """Sends floating-point tensors in half precision."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return (tensor.half() if tensor.is_floating_point() else tensor), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor.to(ctx)
+
+
+class Compression:
+    """Compression objects, as arguments of `DistributedOptimizer` and `allreduce`."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+
+
+Tensor: TypeAlias = torch.Tensor
+
+Average, Sum, Adasum, Min, Max, Product = range(6)
+"""Reductions, with Horovod's values."""
+
+_KINDS = {
+    Average: dist.ReduceOp.SUM,
+    Sum: dist.ReduceOp.SUM,
+    Min: dist.ReduceOp.MIN,
+    Max: dist.ReduceOp.MAX,
+    Product: dist.ReduceOp.PRODUCT,
+}
+_numbers = itertools.count()
+
+
+# ------------------------------------------------------------------------------ pending operations
+_pending: dict[int, tuple[_Communicator, Handle, Callable[[Any], Any]]] = {}
+
+
+def _communicator(process_set: Any) -> _Communicator:
+    """Return a communicator of the ranks of a process set.
+
+    Raises:
+        ValueError: if this process is not a member.
+    """
+    communicator = _Communicator(process_set)
+    if communicator.rank < 0:
+        raise ValueError(f"this rank is not a member of {process_set!r}.")
+    return communicator
+
+
+def _start(
+    communicator: _Communicator, handle: Handle, finish: Callable[[Any], Any] = lambda x: x
+) -> int:
+    """Return the number of an operation, whose result becomes `finish(result)`."""
+    number = next(_numbers)
+    _pending[number] = communicator, handle, finish
+    return number
+
+
+def poll(handle: int) -> bool:
+    """Return whether `synchronize` would return at once."""
+    communicator, started, _ = _pending[handle]
+    return communicator.poll(started)
+
+
+def synchronize(handle: int) -> Any:
+    """Wait for an operation and return its result."""
+    communicator, started, finish = _pending.pop(handle)
+    return finish(communicator.wait(started))
+
+
+_WIDER = {torch.bfloat16: torch.float32, torch.int16: torch.int32, torch.bool: torch.int32}
+"""Dtypes that not all backends can reduce, and dtypes that can take their place."""
+
+
+def _reducible(tensor: Tensor) -> Tensor:
+    """Return the tensor, contiguous, in a dtype that every backend can reduce."""
+    return tensor.to(_WIDER.get(tensor.dtype, tensor.dtype)).contiguous()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the tensor's bytes, which every backend can transfer."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+# ------------------------------------------------------------------------------------- reductions
+def _operation(average: bool | None, op: int | None) -> int:
+    if average is not None and op is not None:
+        raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+    chosen = op if op is not None else Sum if average is False else Average
+    if chosen == Adasum:
+        raise ValueError("op is hvd.Adasum, which torch.distributed does not have; use Horovod.")
+    if chosen not in _KINDS:
+        raise ValueError(f"op is {op!r}, but must be hvd.Average, Sum, Min, Max or Product.")
+    return chosen
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = None,
+) -> int:
+    """Start a reduction of several tensors in place; return a handle."""
+    chosen, communicator = _operation(average, op), _communicator(process_set)
+    group, size = communicator.members.group(None), communicator.size
+    sent = [_reducible(x.detach()) for x in tensors]
+    if prescale_factor != 1.0:
+        sent = [x * prescale_factor for x in sent]
+    works = [dist.all_reduce(x, _KINDS[chosen], group, async_op=True) for x in sent]
+
+    def finish() -> list[Tensor]:
+        factor = postscale_factor / size if chosen == Average else postscale_factor
+        for tensor, total in zip(tensors, sent, strict=True):
+            if factor != 1.0:
+                total = total * factor
+            with torch.no_grad():
+                tensor.copy_(total)
+        return list(tensors)
+
+    return _start(communicator, Handle(works, finish, "allreduce"))
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None,
+    op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    process_set: Any = None,
+) -> int:  # fmt: skip
+    """Start a reduction of several tensors; return a handle."""
+    copies = [x.detach().clone() for x in tensors]
+    return grouped_allreduce_async_(
+        copies, average, name, op, prescale_factor, postscale_factor, process_set
+    )
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None,
+    compression: Any = Compression.none, op: int | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: Any = None,
+) -> list[Tensor]:  # fmt: skip
+    """Return the reductions of several tensors; without gradients for autograd."""
+    small, contexts = zip(*(compression.compress(x) for x in tensors), strict=True)
+    handle = grouped_allreduce_async(
+        small, average, name, op, prescale_factor, postscale_factor, process_set
+    )
+    results = zip(synchronize(handle), contexts, strict=True)
+    return [compression.decompress(x, context) for x, context in results]
+
+
+def grouped_allreduce_(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
+    """Reduce several tensors in place and return them."""
+    return synchronize(grouped_allreduce_async_(tensors, *args, **kwargs))
+
+
+def _single(handle: int) -> int:
+    communicator, started, finish = _pending[handle]
+    _pending[handle] = communicator, started, lambda result: finish(result)[0]
+    return handle
+
+
+def allreduce_async(tensor: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Start a reduction; return a handle."""
+    return _single(grouped_allreduce_async([tensor], *args, **kwargs))
+
+
+def allreduce_async_(tensor: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Start a reduction in place; return a handle."""
+    return _single(grouped_allreduce_async_([tensor], *args, **kwargs))
+
+
+def allreduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return the reduction of a tensor; arguments as in `grouped_allreduce`."""
+    return grouped_allreduce([tensor], *args, **kwargs)[0]
+
+
+def allreduce_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Reduce a tensor in place and return it."""
+    return grouped_allreduce_([tensor], *args, **kwargs)[0]
+
+
+# ------------------------------------------------------------------------------ other collectives
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: Any = None) -> int:
+    """Start an allgather along the first dimension, which may differ; return a handle."""
+    communicator = _communicator(process_set)
+    sent = _bytes(tensor)
+    size = torch.tensor([sent.numel()], device=tensor.device)
+    lengths = communicator.wait(communicator.allgather("sizes", size, None)).tolist()
+    handle = communicator.allgather("gather", sent, None, lengths)
+    return _start(
+        communicator, handle, lambda flat: flat.view(tensor.dtype).view(-1, *tensor.shape[1:])
+    )
+
+
+def allgather(tensor: Tensor, name: str | None = None, process_set: Any = None) -> Tensor:
+    """Return all ranks' tensors, concatenated along the first dimension."""
+    return synchronize(allgather_async(tensor, name, process_set))
+
+
+def grouped_allgather(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: Any = None
+) -> list[Tensor]:
+    """Return the allgather of each tensor."""
+    handles = [allgather_async(x, name, process_set) for x in tensors]
+    return [synchronize(handle) for handle in handles]
+
+
+def broadcast_async_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None
+) -> int:
+    """Start a broadcast from the global rank `root_rank` in place; return a handle."""
+    communicator = _communicator(process_set)
+    value = _bytes(tensor)
+    group = communicator.members.group(None)
+    works = [dist.broadcast(value, root_rank, group, async_op=True)]
+
+    def finish() -> Tensor:
+        with torch.no_grad():
+            return tensor.copy_(value.view(tensor.dtype).view(tensor.shape))
+
+    return _start(communicator, Handle(works, finish, "broadcast"))
+
+
+def broadcast_async(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None
+) -> int:
+    """Start a broadcast from the global rank `root_rank`; return a handle."""
+    return broadcast_async_(tensor.detach().clone(), root_rank, name, process_set)
+
+
+def broadcast_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None
+) -> Tensor:
+    """Broadcast from the global rank `root_rank` in place; return the tensor."""
+    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+
+
+def broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None
+) -> Tensor:
+    """Return the tensor of the global rank `root_rank`."""
+    return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+
+
+def alltoall_async(
+    tensor: Tensor, splits: Any = None, name: str | None = None, process_set: Any = None
+) -> int:
+    """Start an alltoall of rows; return a handle.
+
+    With `splits`, the result is the received rows and the number of rows from each rank.
+    """
+    communicator = _communicator(process_set)
+    counts = None if splits is None else [int(count) for count in splits]
+    width = tensor.element_size() * math.prod(tensor.shape[1:])
+    rows = _bytes(tensor).view(tensor.shape[0], width)
+    handle = communicator.alltoall("alltoall", rows, None, counts)
+
+    def finish(result: Any) -> Any:
+        received = result if counts is None else result[0]
+        received = received.view(tensor.dtype).view(-1, *tensor.shape[1:])
+        return received if counts is None else (received, torch.tensor(result[1]))
+
+    return _start(communicator, handle, finish)
+
+
+def alltoall(
+    tensor: Tensor, splits: Any = None, name: str | None = None, process_set: Any = None
+) -> Any:
+    """Return the rows that all ranks send to this rank; see `alltoall_async`."""
+    return synchronize(alltoall_async(tensor, splits, name, process_set))
+
+
+def reducescatter(
+    tensor: Tensor, name: str | None = None, compression: Any = Compression.none,
+    op: int = Average, process_set: Any = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """Return this rank's rows of the reduced tensor; the first ranks get one row more."""
+    communicator = _communicator(process_set)
+    total = allreduce(
+        tensor, name=name, compression=compression, op=op, prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor, process_set=process_set,
+    )  # fmt: skip
+    return torch.tensor_split(total, communicator.size)[communicator.rank]
+
+
+def barrier(process_set: Any = None) -> None:
+    """Wait until all ranks have called this function."""
+    communicator = _communicator(process_set)
+    communicator.wait(communicator.allreduce("barrier", [torch.zeros(1)], "sum", None))
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: Any = None
+) -> Any:
+    """Return the object of the global rank `root_rank`, which travels pickled."""
+    values = [obj]
+    group = _communicator(process_set).members.group(None)
+    dist.broadcast_object_list(values, root_rank, group)
+    return values[0]
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: Any = None) -> list[Any]:
+    """Return the objects of all ranks, which travel pickled."""
+    communicator = _communicator(process_set)
+    values: list[Any] = [None] * communicator.size
+    dist.all_gather_object(values, obj, communicator.members.group(None))
+    return values
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Broadcast the tensors of a dict, or of (name, tensor) pairs, from a rank in place.
+
+    Raises:
+        RanksDisagree: on every rank, if the names, shapes or dtypes of the tensors differ.
+    """
+    rows = sorted(params.items()) if isinstance(params, dict) else params
+    pairs = [(name, x) for name, x in rows if x is not None]
+    lines = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in pairs]
+    device = pairs[0][1].device if pairs else None
+    # Ranks with fewer tensors would wait in other collectives, until the timeout.
+    require_agreement(_communicator(None), "\n".join(["parameters to broadcast", *lines]), device)
+    for handle in [broadcast_async_(x, root_rank) for _, x in pairs]:
+        synchronize(handle)
 
 
 def __getattr__(name: str) -> Any:
