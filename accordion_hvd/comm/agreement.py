@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.util
 import itertools
 import json
 import os
@@ -150,3 +152,8 @@ def started_by_mpi() -> bool:
 
 def started_by_horovod() -> bool:
     return "HOROVOD_RANK" in os.environ or "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ
+
+
+@functools.cache
+def has_horovod() -> bool:
+    return importlib.util.find_spec("horovod") is not None

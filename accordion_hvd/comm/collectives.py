@@ -22,6 +22,7 @@ class Collectives(abc.ABC):
     Attributes:
         xp: operations of the framework of the tensors.
         engine: name of the engine, "horovod" or "torch".
+        label: name of the engine for people.
         native_fp16_allreduce: whether the engine should add fp16, as NCCL does well. None until
             `fp16_reduction.choose_reduction` decides; the engine does not add fp16 until then.
         native_bf16_allreduce: whether the engine adds bf16.
@@ -37,6 +38,7 @@ class Collectives(abc.ABC):
     size: int
     xp: ModuleType
     engine: str = "horovod"
+    label: str = "Horovod"
     native_fp16_allreduce: bool | None = None
     native_bf16_allreduce: bool = False
     hosts: Hosts = ()

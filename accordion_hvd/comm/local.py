@@ -19,6 +19,7 @@ class LocalCommunicator(Communicator):
     """
 
     rank = 0
+    label = "one rank"
 
     def __init__(self, xp: ModuleType, size: int = 1) -> None:
         self.xp, self.size = xp, size

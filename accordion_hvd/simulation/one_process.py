@@ -78,6 +78,8 @@ class Hub:
 class SimulatedCommunicator(Communicator):
     """Communicator of one of the ranks that share a `Hub`."""
 
+    label = "simulated ranks"
+
     def __init__(self, hub: Hub, rank: int, xp: ModuleType) -> None:
         self.hub, self.rank, self.size, self.xp = hub, rank, hub.ranks, xp
         self.hosts = hub.hosts

@@ -9,29 +9,20 @@ tensors between ranks that Horovod coordinates.
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
 import os
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
-import torch.distributed as dist
-
-from accordion_hvd.comm.agreement import started_by_horovod, started_by_mpi
+from accordion_hvd.comm import local
 from accordion_hvd.comm.communicator import Communicator
-from accordion_hvd.comm.local import LocalCommunicator
-from accordion_hvd.comm.torch_distributed import interface as _torch
-from accordion_hvd.comm.torch_distributed import process_sets as _torch_sets
-from accordion_hvd.comm.torch_distributed import start
-from accordion_hvd.comm.torch_distributed.communicator import TorchCommunicator
+from accordion_hvd.comm.horovod.engine import HOROVOD
+from accordion_hvd.comm.torch_distributed.engine import TORCH_DISTRIBUTED
 from accordion_hvd.ops import torch as xp
 
 VARIABLE = "ACCORDION_HVD_ENGINE"
 """Environment variable with the name of the engine for scripts that pass no `engine=`."""
 
-NAMES = ("horovod", "torch")
+ENGINES = {engine.name: engine for engine in (HOROVOD, TORCH_DISTRIBUTED)}
+"""All engines. The first that has launched the ranks coordinates them, else the first installed."""
 
 _chosen: str | None = None  # the argument of `init`
 _coordinates: str | None = None  # the engine that coordinates, from `init` to `shutdown`
@@ -49,16 +40,25 @@ def choose(engine: str | None) -> None:
     """
     global _chosen, _coordinates
     source, name = ("engine", engine) if engine else (VARIABLE, os.environ.get(VARIABLE))
-    if name and name not in NAMES:
-        raise ValueError(f"{source} is {name!r}, but must be 'horovod' or 'torch'.")
+    if name and name not in ENGINES:
+        raise ValueError(f"{source} is {name!r}, but must be {' or '.join(map(repr, ENGINES))}.")
     _chosen = name or None
     _coordinates = None
     _coordinates = coordinator()
-    if _chosen == "horovod" and _coordinates == "torch":
+    if _chosen and _chosen != _coordinates and ENGINES[_chosen].join is None:
         raise ValueError(
-            f"{source} is 'horovod', but torchrun (or init_process_group) connects the ranks; "
+            f"{source} is {_chosen!r}, but torchrun (or init_process_group) connects the ranks; "
             "start them with horovodrun or mpirun."
         )
+
+
+def init(*args: Any, **kwargs: Any) -> Any:
+    """Connect the ranks by the engine that coordinates them, and the one that carries tensors."""
+    coordinating, carrying = ENGINES[coordinator()], ENGINES[carrier()]
+    result = coordinating.init(*args, **kwargs)
+    if carrying is not coordinating and carrying.join is not None:
+        carrying.join(coordinating.interface())
+    return result
 
 
 def forget() -> None:
@@ -75,15 +75,8 @@ def coordinator() -> str:
     """
     if _coordinates is not None:
         return _coordinates
-    if not started_by_horovod() and _torch_connects():
-        return "torch"
-    launched = started_by_horovod() or started_by_mpi()
-    if launched and not _has_horovod():
-        raise RuntimeError(
-            "horovodrun or mpirun has started this process, but Horovod is not installed. Install "
-            "it, or start the ranks with torchrun."
-        )
-    return "horovod" if _has_horovod() else "torch"
+    launched = [name for name, engine in ENGINES.items() if engine.launched()]
+    return launched[0] if launched else next(n for n, x in ENGINES.items() if x.installed())
 
 
 def carrier() -> str:
@@ -91,24 +84,19 @@ def carrier() -> str:
     return _chosen or os.environ.get(VARIABLE) or coordinator()
 
 
-def interface() -> ModuleType:
+def interface() -> Any:
     """Return the module with Horovod's interface: `horovod.torch`, or ours."""
-    return _horovod().hvd if coordinator() == "horovod" else _torch
+    return ENGINES[coordinator()].interface()
 
 
 def connect(process_set: Any) -> Communicator:
     """Return a communicator of a process set, a local one outside of it and for a single rank."""
-    if not process_set.included() or process_set.size() == 1:
-        return LocalCommunicator(xp)
-    if carrier() == "horovod":
-        return _horovod().HorovodCommunicator(process_set)
-    return TorchCommunicator(process_set)
+    return local.connect(process_set, ENGINES[carrier()].connect, xp)
 
 
 def process_set_of(ranks: list[int] | None) -> Any:
     """Return the process set of `ranks`; the global one for None or if there is none."""
-    sets = _horovod().process_sets if coordinator() == "horovod" else _torch_sets
-    return sets.of_ranks(ranks)
+    return ENGINES[coordinator()].process_set_of(ranks)
 
 
 def adasum() -> Any:
@@ -123,34 +111,6 @@ def adasum() -> Any:
             "the ranks with horovodrun."
         )
     return interface().DistributedOptimizer
-
-
-def start_horovod(init: Callable[[], Any]) -> Any:
-    """Start Horovod by a function; process sets can be added later if that costs nothing."""
-    adapter = _horovod()
-    adapter.process_sets.let_add()
-    return adapter.connections.start(init)
-
-
-def _torch_connects() -> bool:
-    """Return whether torch.distributed connects the ranks, or can do so.
-
-    Jobs of MPI may set torchrun's variables for other libraries, and torchrun's ranks may inherit
-    those of MPI.
-    """
-    if dist.is_initialized() or dist.is_torchelastic_launched():
-        return True
-    return start.launched() and not (started_by_mpi() and _has_horovod())
-
-
-@functools.cache
-def _has_horovod() -> bool:
-    return importlib.util.find_spec("horovod") is not None
-
-
-def _horovod() -> ModuleType:
-    """Import and return the communicator over Horovod, which not every job needs."""
-    return importlib.import_module("accordion_hvd.comm.horovod.torch")
 
 
 class _Interface:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from accordion_hvd.comm import timeouts
-from accordion_hvd.comm.torch_distributed.start import start_under
 from accordion_hvd.torch import engines
 from accordion_hvd.torch.engines import hvd
 
@@ -35,13 +34,7 @@ def init(*args: Any, engine: str | None = None, **kwargs: Any) -> Any:
     """
     timeouts.seconds()  # before anything starts
     engines.choose(engine)
-    if engines.coordinator() == "torch":
-        return hvd.init(*args, **kwargs)
-    timeouts.limit_horovod()
-    result = engines.start_horovod(lambda: hvd.init(*args, **kwargs))
-    if engines.carrier() == "torch":
-        start_under(hvd)
-    return result
+    return engines.init(*args, **kwargs)
 
 
 def shutdown() -> None:

@@ -15,6 +15,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,8 @@ from accordion_hvd.engine.guard import Guard  # noqa: E402
 from accordion_hvd.engine.ledger import as_ledger  # noqa: E402
 from accordion_hvd.fsdp import ShardReducer  # noqa: E402
 from accordion_hvd.resolve import as_policy  # noqa: E402
-from accordion_hvd.torch import engines, hooked  # noqa: E402
+from accordion_hvd.torch import hooked  # noqa: E402
+from accordion_hvd.torch.engines import ENGINES  # noqa: E402
 
 TABLE = Path(__file__).with_name("gpu_gate.csv")
 OPERATIONS = Path(__file__).with_name("gpu_operations.csv")
@@ -57,7 +59,7 @@ def ranks() -> Iterator[None]:
     """Four ranks, of which this process is the first, without an engine."""
     fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines, "TorchCommunicator", Mirror)
+        patch.setitem(ENGINES, "torch", replace(ENGINES["torch"], connect=Mirror))
         patch.setattr(hooked, "TorchCommunicator", Mirror)
         patch.setattr(hooked, "watch_ranks", lambda: None)
         dist.init_process_group("fake", rank=0, world_size=RANKS, store=fake.FakeStore())

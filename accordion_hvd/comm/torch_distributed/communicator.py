@@ -47,7 +47,7 @@ class TorchCommunicator(Communicator):
     not spin, and with NCCL they do not block the process at all.
     """
 
-    engine = "torch"
+    engine, label = "torch", "torch.distributed"
     ordered = True
     _limit: timedelta | None = None
     _nccl = _whole = False

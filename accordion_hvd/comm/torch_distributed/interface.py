@@ -13,8 +13,11 @@ import torch.distributed as dist
 from accordion_hvd.comm.agreement import host_name, require_agreement
 from accordion_hvd.comm.torch_distributed import process_sets as _sets
 from accordion_hvd.comm.torch_distributed import start
-from accordion_hvd.comm.torch_distributed.communicator import ConnectionLost, Handle
-from accordion_hvd.comm.torch_distributed.communicator import TorchCommunicator as _Communicator
+from accordion_hvd.comm.torch_distributed.communicator import (
+    ConnectionLost,
+    Handle,
+    TorchCommunicator,
+)
 from accordion_hvd.comm.torch_distributed.process_sets import (  # noqa: F401
     ProcessSet,
     add_process_set,
@@ -218,23 +221,23 @@ _numbers = itertools.count()
 
 
 # ------------------------------------------------------------------------------ pending operations
-_pending: dict[int, tuple[_Communicator, Handle, Callable[[Any], Any]]] = {}
+_pending: dict[int, tuple[TorchCommunicator, Handle, Callable[[Any], Any]]] = {}
 
 
-def _communicator(process_set: Any) -> _Communicator:
+def _communicator(process_set: Any) -> TorchCommunicator:
     """Return a communicator of the ranks of a process set.
 
     Raises:
         ValueError: if this process is not a member.
     """
-    communicator = _Communicator(process_set)
+    communicator = TorchCommunicator(process_set)
     if communicator.rank < 0:
         raise ValueError(f"this rank is not a member of {process_set!r}.")
     return communicator
 
 
 def _start(
-    communicator: _Communicator, handle: Handle, finish: Callable[[Any], Any] = lambda x: x
+    communicator: TorchCommunicator, handle: Handle, finish: Callable[[Any], Any] = lambda x: x
 ) -> int:
     """Return the number of an operation, whose result becomes `finish(result)`."""
     number = next(_numbers)

@@ -131,9 +131,7 @@ class Job:
         communicator = exchange.communicator
         self.begun, self.policy = True, exchange.policy
         self.rank, self.ranks = communicator.rank, communicator.size
-        module = type(communicator).__module__.removeprefix("accordion_hvd.")
-        names = (name for prefix, name in ENGINES.items() if module.startswith(prefix))
-        self.engine = next(names, module)
+        self.engine = communicator.label
 
     def add_buckets(self, entries: Sequence[Any]) -> None:
         """Store the facts about the buckets (`BucketState`) that are not known yet."""
@@ -166,12 +164,3 @@ class Job:
         """Return the verdict of the policy's gate; "" if there is none."""
         gate = self.policy.gate
         return "" if gate is None else gate.verdict
-
-
-ENGINES = {
-    "comm.horovod": "Horovod",
-    "comm.torch_distributed": "torch.distributed",
-    "comm.local": "one rank",
-    "simulation": "simulated ranks",
-}
-"""Name of the engine by the beginning of the communicator's module."""

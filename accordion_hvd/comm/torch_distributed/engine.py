@@ -1,0 +1,33 @@
+"""torch.distributed as an engine."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from accordion_hvd.comm.agreement import has_horovod, started_by_mpi
+from accordion_hvd.comm.engine import Engine
+from accordion_hvd.comm.torch_distributed import interface, process_sets, start
+from accordion_hvd.comm.torch_distributed.communicator import TorchCommunicator
+
+
+def _launched() -> bool:
+    """Return whether torch.distributed connects the ranks, or can do so.
+
+    Jobs of MPI may set torchrun's variables for other libraries, and torchrun's ranks may inherit
+    those of MPI.
+    """
+    if dist.is_initialized() or dist.is_torchelastic_launched():
+        return True
+    return start.launched() and not (started_by_mpi() and has_horovod())
+
+
+TORCH_DISTRIBUTED = Engine(
+    name="torch",
+    launched=_launched,
+    installed=lambda: True,
+    interface=lambda: interface,
+    init=interface.init,
+    connect=TorchCommunicator,
+    process_set_of=process_sets.of_ranks,
+    join=start.start_under,
+)
