@@ -14,7 +14,7 @@ class Controls:
     """Properties and methods that users call on a `DistributedOptimizer`."""
 
     # A wrapped optimizer defines these attributes.
-    _averager: Any  # the `GradientAverager`
+    _averager: Any  # the `GradientAverager`, or the `ModelAverager` if there are no gradients
     _models: Any  # the `ModelAverager`; None if the policy never averages models
     _statistics: Any  # a method that returns the `Parameters` of a model that are not trained
 
@@ -85,3 +85,26 @@ class Controls:
             self._models.average_now(statistics)
         elif statistics is not None:
             self._models.level(statistics)
+
+
+class ModelControls(Controls):
+    """Properties and methods of an optimizer that always averages models, by `_averager`."""
+
+    averaging_models = True  # always
+
+    @property
+    def exchange(self) -> Any:
+        """Raise AttributeError, because no gradients are exchanged."""
+        raise AttributeError(
+            "this optimizer averages models instead of gradients: see optimizer.averaging.stats()."
+        )
+
+    def end_window(self) -> None:
+        """Do nothing, because the method has no windows; scripts for policies may call it."""
+
+    def close(self) -> None:
+        """Average all models and stop averaging; end the thread of wait-avoiding averaging.
+
+        A process that does not call this method does so when it exits.
+        """
+        self._averager.close()

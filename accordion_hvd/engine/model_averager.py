@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import logging
 import os
 import time
@@ -12,56 +11,31 @@ from typing import Any
 
 import numpy as np
 
-from accordion_hvd.averaging.base import Averaging, Group
-from accordion_hvd.averaging.wagma import WAGMA
+from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.agreement import require_agreement
 from accordion_hvd.comm.collectives import Traffic
 from accordion_hvd.comm.communicator import Communicator
-from accordion_hvd.comm.mpi import Neighbourhood
-from accordion_hvd.comm.shares import by_shares
-from accordion_hvd.core.base import Allreduce, ExchangeGenerator, Info, State, Tensor
-from accordion_hvd.engine import checkpoint
+from accordion_hvd.core.base import Allreduce, ExchangeGenerator, Tensor
+from accordion_hvd.engine import averages, checkpoint
+from accordion_hvd.engine.averages import Averages, MPIAverages, Parameters
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.engine.membership import Gather
-from accordion_hvd.engine.wait_avoiding import WaitAvoiding, why_not
 from accordion_hvd.policies.accordion import Alternation
 
 logger = logging.getLogger(__name__)
 
-_HALF = ("float16", "bfloat16")
 _numbers: Counter[int] = Counter()  # averagers made so far, by process set; equal on its members
-
-
-class Parameters(abc.ABC):
-    """Access to a model's parameters or statistics in a framework.
-
-    Attributes:
-        device: device of numbers that accompany the parameters, as for `ops.asarray`.
-    """
-
-    device: Any = None
-
-    @abc.abstractmethod
-    def tensors(self) -> Sequence[TensorInfo]:
-        """Return descriptions of the tensors in an order equal on all ranks; () while unknown."""
-
-    @abc.abstractmethod
-    def read(self) -> list[Tensor]:
-        """Return the values, detached from any gradient computation; do not modify them."""
-
-    @abc.abstractmethod
-    def write(self, values: Sequence[Tensor]) -> None:
-        """Assign values of the same shapes and dtypes."""
 
 
 class ModelAverager(checkpoint.Keeper):
     """Averages the models of the ranks after each step.
 
     Args:
-        communicator: communicator of the ranks that average; a single rank averages nothing.
+        connect: function that returns a communicator of the present ranks of a process set; a
+            single rank averages nothing.
         guard: guard that compares models when they should be equal.
-        number: number of the process set; 0 for all ranks.
+        process_set: the ranks that average; None: all ranks.
         alternation: policy that switches between averaging of models and of gradients; None:
             models are always averaged.
 
@@ -70,48 +44,42 @@ class ModelAverager(checkpoint.Keeper):
             depend on it.
         total_steps: number of steps that this process has averaged.
         equal: whether the models of all ranks are equal since the last average.
-        without_waiting: whether averaging is wait-avoiding.
-        single_rank: whether there is only one rank.
+        ready: whether averages have begun and no other state was loaded since.
     """
 
     def __init__(
         self,
         method: Averaging,
         parameters: Parameters,
-        communicator: Communicator,
+        connect: Callable[[Any], Communicator],
         guard: Guard,
-        number: int = 0,
+        process_set: Any = None,
         alternation: Alternation | None = None,
     ) -> None:
         self.method, self.parameters, self.guard = method, parameters, guard
-        self.alternation = alternation
-        self.communicator, self.xp = communicator, communicator.xp
-        self.steps, self.equal = 0, True
-        self.total_steps = 0
-        self.without_waiting = False
-        self.single_rank = communicator.size == 1
-        self._of_all = number == 0
+        self.alternation, self.process_set = alternation, process_set
+        self._connect, self.communicator = connect, connect(process_set)
+        self.xp = self.communicator.xp
+        self.steps, self.total_steps, self.equal, self.ready = 0, 0, True, False
         self._traffic, self._seconds = Traffic(), 0.0
-        self._earlier: dict[str, int] = {}  # counts of the phases before the last `rest`
-        self._is_set_up = self._ready = self._by_shares = False
-        self._neighbourhood: Neighbourhood | None = None
+        self._averages: Averages | None = None  # what averages, once it is chosen
         self._agreed: Sequence[TensorInfo] = ()  # tensors on which all ranks have agreed
-        self._kinds: list[tuple[str, list[int]]] = []  # dtype and positions of its parameters
-        self._states: list[State] = []
-        self._engine: WaitAvoiding | None = None
-        self._saved: dict[str, Any] | None = None  # state to continue from
+        self._saved: dict[str, Any] = {}  # state to continue from
         self._committed: dict[str, Any] = {}  # state of the last commit
         self._apart = False  # whether models differed before the last change of ranks
-        self._name = f"accordion.averaging.{number}.{_numbers[number]}"
-        _numbers[number] += 1
+        self._number = getattr(process_set, "process_set_id", None) or 0  # 0 is that of all ranks
+        self._name = f"accordion.averaging.{self._number}.{_numbers[self._number]}"
+        _numbers[self._number] += 1
 
-    def connect(self) -> Communicator:
-        """Return a new communicator of the present ranks, for elastic jobs.
+    @property
+    def single_rank(self) -> bool:
+        """Return whether there is only one rank."""
+        return self.communicator.size == 1
 
-        Raises:
-            NotImplementedError: if the adapter of the framework does not support elastic jobs.
-        """
-        raise NotImplementedError
+    @property
+    def without_waiting(self) -> bool:
+        """Return whether averaging is wait-avoiding."""
+        return isinstance(self._averages, MPIAverages)
 
     # ------------------------------------------------------------------------------------- set-up
     def set_up_early(self) -> None:
@@ -131,29 +99,13 @@ class ModelAverager(checkpoint.Keeper):
             RuntimeError: if wait-avoiding averaging was requested but is not possible, or if the
                 set-ups of the ranks differ.
         """
-        if self.single_rank or self._is_set_up:
+        if self.single_rank or self._averages is not None:
             return
-        groups = self.method.groups(self.communicator.size)
         self._agree()
-        self.without_waiting = isinstance(self.method, WAGMA) and self._choose(self.method)
-        if not self.without_waiting and groups:
-            self._register(groups)
-        if self.method.neighbours_only and self._all(self._of_all and self._mpi_serves()):
-            self._neighbourhood = Neighbourhood(self.communicator.pause)
-        self._is_set_up = True
-
-    def _mpi_serves(self) -> bool:
-        return why_not(self.communicator.size) is None
-
-    def _register(self, groups: Sequence[Group]) -> None:
-        """Register groups as process sets if the engine supports them; else use `by_shares`."""
-        self.communicator.extensible = self._all(self.communicator.extensible)
-        try:
-            self.communicator.register(groups)
-        except ValueError:
-            if not self.method.only_means:
-                raise
-            self._by_shares = True
+        device, of_all = self.parameters.device, self._number == 0
+        self._averages = averages.choose(
+            self.method, self.communicator, self._traffic, device, of_all
+        )
 
     def _agree(self) -> None:
         rows = tuple(self.parameters.tensors())
@@ -161,31 +113,6 @@ class ModelAverager(checkpoint.Keeper):
         text = "\n".join([f"averaging {self.method!r}", *lines])
         require_agreement(self.communicator, text, self.parameters.device)
         self._agreed = rows
-
-    def _choose(self, method: WAGMA) -> bool:
-        """Return whether averages are wait-avoiding; equal on all ranks."""
-        if method.wait_avoiding is False:
-            return False
-        reason = why_not(self.communicator.size)
-        if not self._of_all:
-            reason = "the process set does not contain all ranks"
-        elif method.compressor is not None:
-            reason = "the averages of groups are compressed"
-        possible = self._all(reason is None)
-        reason = reason or "another rank does not support it"
-        if method.wait_avoiding is True and not possible:
-            raise RuntimeError(f"{method!r}: wait-avoiding averaging is not possible: {reason}.")
-        if self.communicator.rank == 0:
-            text = f"averages wait for all members of a group, because {reason}"
-            if possible:
-                text = "wait-avoiding averages over MPI"
-            logger.info("accordion_hvd: %r: %s", method, text)
-        return possible
-
-    def _all(self, flag: bool) -> bool:
-        unset = self.xp.asarray(np.array([not flag], np.float32), self.parameters.device)
-        anywhere = self.communicator.run("accordion.able", _largest(unset))
-        return not self.xp.to_numpy(anywhere)[0]
 
     # ---------------------------------------------------------------------------------- each step
     def follow_mode(self) -> bool:
@@ -208,46 +135,17 @@ class ModelAverager(checkpoint.Keeper):
         Args:
             given: tensors to read in place of `parameters`: those that pass through a graph.
         """
-        if self.single_rank or self._ready:
+        if self.single_rank or self.ready:
             return
         self.set_up()
         if len(self.parameters.tensors()) != len(self._agreed):
             self._agree()
-        if self._engine is not None:
-            self._engine.close()  # a state was loaded since it was made
+        assert self._averages is not None
         values = (given or self.parameters).read()
         self._compare(values, 1, ())
-        self._group_by_dtype(values)
-        self._begin(self._vectors(values), self._saved or {})
-        self._saved, self._ready, self.equal = None, True, True
-
-    def _group_by_dtype(self, values: Sequence[Tensor]) -> None:
-        positions: dict[tuple[str, Any], list[int]] = {}
-        for i, value in enumerate(values):
-            dtype = self.xp.dtype(value)
-            key = "float32" if dtype in _HALF else dtype, self.xp.device(value)
-            positions.setdefault(key, []).append(i)
-        self._kinds = [(dtype, members) for (dtype, _), members in positions.items()]
-
-    def _begin(self, models: list[Tensor], saved: dict[str, Any]) -> None:
-        self.steps = saved.get("steps", 0)
-        if isinstance(self.method, WAGMA) and self.without_waiting:
-            self._engine = WaitAvoiding(
-                [self._hosted(model) for model in models],
-                group_size=self.method.schedule(self.communicator.size).group_size,
-                period=self.method.period,
-                timeout=self.method.timeout,
-                steps=self.steps,
-                version=saved.get("version", self.steps),
-            )
-            return
-        self._states = [
-            self.method.start(model, self._info(i, 0.0)) for i, model in enumerate(models)
-        ]
-        rows = zip(models, self._states, saved.get("states", ()), strict=False)
-        for model, state, old in rows:
-            device = self.xp.device(model)
-            state.update({k: self.xp.asarray(np.array(v), device) for k, v in old.items()})
+        self._averages.begin(self._name, values, self._saved)
+        self.steps, self._saved = self._saved.get("steps", 0), {}
+        self.equal = self.ready = True
 
     def average(
         self, lr: float, given: Parameters | None = None, rates: Sequence[float] = ()
@@ -260,14 +158,11 @@ class ModelAverager(checkpoint.Keeper):
         """
         if self.single_rank:
             return
+        assert self._averages is not None
         model, began = given or self.parameters, time.perf_counter()
-        if self._engine is not None:
-            self.equal = self._over_mpi(self._engine.average, model)
-        else:
-            self.equal = self.method.equal(self.steps)
-            self._run_all(self.method.exchange, lr, model)
+        self.equal = self._averages.average(model, self.steps, lr)
         if self.alternation is not None and self.alternation.over and not self.method.synchronizes:
-            self._run_all(self.method.synchronize, 0.0, model)
+            self._averages.average_now(model, self.steps)
             self.equal = True
         self._inform()
         self.steps, self.total_steps = self.steps + 1, self.total_steps + 1
@@ -285,10 +180,8 @@ class ModelAverager(checkpoint.Keeper):
         if self.single_rank:
             return
         self.prepare()
-        if self._engine is not None:
-            self._over_mpi(self._engine.average_now, self.parameters)
-        else:
-            self._run_all(self.method.synchronize, 0.0, self.parameters)
+        assert self._averages is not None
+        self._averages.average_now(self.parameters, self.steps)
         self.equal = True
         self._inform()
         if statistics is not None:
@@ -302,79 +195,30 @@ class ModelAverager(checkpoint.Keeper):
         """Average `tensors` over the ranks with Horovod; all ranks must pass the same tensors."""
         values = tensors.read()
         if values and not self.single_rank:
-            means = self.communicator.run(f"{self._name}.statistics", _means(self.xp, values))
-            pairs = zip(means, values, strict=True)
-            tensors.write([self.xp.cast(mean, self.xp.dtype(old)) for mean, old in pairs])
+            tensors.write(self._means("statistics", values))
 
     def rest(self) -> None:
         """Stop averaging while models are equal, until the next `prepare`; collective.
 
         Averaging of gradients then preserves the equality of the models.
         """
-        if self._engine is not None:
-            self._engine.close()
-        self._earlier = self._counts()
-        self._engine = None
+        if self._averages is not None:
+            self._averages.rest()
         self.load({})
 
     def close(self) -> None:
         """Average the models a last time and release all resources; ends the progress thread."""
-        if self._engine is not None:
-            self._over_mpi(self._engine.close, self.parameters)
-        elif not (self.equal or self.single_rank):
+        if self._averages is None:
+            return
+        if not (self.equal or self.without_waiting):
             self.average_now()
-        if self._neighbourhood is not None:
-            self._neighbourhood.close()
+        self._averages.close(self.parameters)
 
-    def _over_mpi(self, operation: Callable[[list[np.ndarray]], Any], model: Parameters) -> Any:
-        values = model.read()
-        hosted = [self._hosted(vector) for vector in self._vectors(values)]
-        try:
-            return operation(hosted)
-        finally:  # if other ranks have ended, `hosted` is the last average
-            devices = [self.xp.device(values[members[0]]) for _, members in self._kinds]
-            pairs = zip(hosted, devices, strict=True)
-            vectors = [self.xp.asarray(vector, device) for vector, device in pairs]
-            model.write(self._spread(vectors, values))
-
-    def _hosted(self, vector: Tensor) -> np.ndarray:
-        return np.require(self.xp.to_numpy(vector), requirements="W")
-
-    def _run_all(self, method: Any, lr: float, model: Parameters) -> None:
-        """Run the exchange generators of all kinds of parameters, one after the other."""
-        values, results = model.read(), []
-        for i, vector in enumerate(self._vectors(values)):
-            exchange = method(vector, self._states[i], self._info(i, lr))
-            result, self._states[i] = self._run(f"{self._name}.{i}", exchange)
-            results.append(result)
-        model.write(self._spread(results, values))
-
-    def _run(self, name: str, exchange: ExchangeGenerator) -> Any:
-        if self._by_shares:
-            exchange = by_shares(exchange, self.communicator.rank, self.communicator.size)
-        if self._neighbourhood is not None:
-            exchange = self._neighbourhood.serving(exchange, self._traffic)
-        return self.communicator.run(name, exchange, self._traffic)
-
-    def _info(self, number: int, lr: float) -> Info:
-        rank, size = self.communicator.rank, self.communicator.size
-        return Info(step=self.steps, rank=rank, size=size, name=f"{self._name}.{number}", lr=lr)
-
-    def _vectors(self, values: Sequence[Tensor]) -> list[Tensor]:
-        xp = self.xp
-        return [
-            xp.concat([xp.cast(xp.reshape(values[i], (-1,)), dtype) for i in members])
-            for dtype, members in self._kinds
-        ]
-
-    def _spread(self, vectors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        xp, values = self.xp, list(like)
-        for (_, members), vector in zip(self._kinds, vectors, strict=True):
-            shapes = [xp.shape(like[i]) for i in members]
-            parts = xp.split(vector, [int(np.prod(shape)) for shape in shapes])
-            for i, shape, part in zip(members, shapes, parts, strict=True):
-                values[i] = xp.cast(xp.reshape(part, shape), xp.dtype(like[i]))
-        return values
+    def _means(self, what: str, values: Sequence[Tensor], factor: float = 1.0) -> list[Tensor]:
+        """Return the means over the ranks, in the dtypes of `values`, multiplied by `factor`."""
+        means = self.communicator.run(f"{self._name}.{what}", _means(self.xp, values))
+        pairs = zip(means, values, strict=True)
+        return [self.xp.cast(mean * factor, self.xp.dtype(old)) for mean, old in pairs]
 
     def _compare(self, values: Sequence[Tensor], step: int, rates: Sequence[float]) -> None:
         if self.guard.mode != "off":
@@ -405,10 +249,7 @@ class ModelAverager(checkpoint.Keeper):
     def ranks_changed(self) -> None:
         self._apart = not self.equal
         self.load(self._shared_state())
-        self.communicator = self.connect()
-        self.single_rank = self.communicator.size == 1
-        self._is_set_up = self._by_shares = False
-        self._neighbourhood = None
+        self.communicator, self._averages = self._connect(self.process_set), None
 
     def prepare_regroup(self, gather: Gather, leader: int) -> None:
         """Set the models to the average over the ranks with models of the present step; collective.
@@ -422,12 +263,8 @@ class ModelAverager(checkpoint.Keeper):
         values = self.parameters.read()
         if not present[self.communicator.rank]:
             values = [value * 0 for value in values]
-        means = self.communicator.run(f"{self._name}.regroup", _means(self.xp, values))
         factor = len(present) / sum(present)
-        pairs = zip(means, values, strict=True)
-        self.parameters.write(
-            [self.xp.cast(mean * factor, self.xp.dtype(old)) for mean, old in pairs]
-        )
+        self.parameters.write(self._means("regroup", values, factor))
 
     def regroup(self, gather: Gather, leader: int) -> None:
         leads = self.communicator.rank == leader
@@ -456,25 +293,12 @@ class ModelAverager(checkpoint.Keeper):
               older one; "lag": the largest age of an older one, in versions. Only if averaging is
               wait-avoiding.
         """
-        counts = {"sent": self._traffic.sent, **self._counts()}
-        return counts | {"seconds": self._seconds, "reports": self._reports()}
-
-    def _counts(self) -> dict[str, int]:
-        """Return the counts of all phases; those of wait-avoiding averages if there were any."""
-        engine, earlier = self._engine, self._earlier
-        counts = earlier | {"steps": self.total_steps}
-        if engine is not None:
-            now = {"late": engine.late, "on_time": engine.on_time, "sent": engine.sent}
-            counts |= {key: earlier.get(key, 0) + value for key, value in now.items()}
-            counts["lag"] = max(earlier.get("lag", 0), engine.lag)
-        return counts
-
-    def _reports(self) -> list[dict[str, float]]:
-        reports = [self.method.report(state) for state in self._states]
-        return [
-            {key: float(self.xp.to_numpy(x).reshape(-1)[0]) for key, x in report.items()}
-            for report in reports
-        ]
+        own = self._averages
+        counts = {"sent": self._traffic.sent} if own is None else own.counts()
+        return {
+            **counts, "steps": self.total_steps, "seconds": self._seconds,
+            "reports": [] if own is None else own.reports(),
+        }  # fmt: skip
 
     # -------------------------------------------------------------------------------- checkpoints
     @property
@@ -491,23 +315,18 @@ class ModelAverager(checkpoint.Keeper):
         `save_state` saves it for all ranks. Without `save_state`, call `average_now` and save this
         state on each rank.
         """
-        states = [
-            {key: self.xp.to_numpy(value).copy() for key, value in state.items()}
-            for state in self._states
-        ]
-        state = {"steps": self.steps, "version": self._version(), "states": states}
-        return state | (self._saved or {})
+        states = [] if self._averages is None else self._averages.states()
+        return {"steps": self.steps, "version": self._version(), "states": states} | self._saved
 
     def _version(self) -> int:
-        """Return the number of the next average, by which `WAGMA` chooses groups."""
-        return self.steps if self._engine is None else self._engine.version
+        return self.steps if self._averages is None else self._averages.version(self.steps)
 
     def load(self, saved: dict[str, Any]) -> None:
         """Continue from a result of `state` of the same rank, together with the model saved then.
 
         The state takes effect at the next step, before which the models of all ranks must be equal.
         """
-        self._saved, self._ready = saved, False
+        self._saved, self.ready = saved, False
         self.steps, self.equal = saved.get("steps", 0), True
 
     def describe(self) -> dict[str, Any]:
@@ -572,10 +391,6 @@ class ModelAverager(checkpoint.Keeper):
         logger.info("%r: %s%s.", self.method, text, "; ".join(parts))
 
 
-def _largest(x: Tensor) -> ExchangeGenerator:
-    return (yield Allreduce(x, op="max"))
-
-
 def _means(xp: Any, parts: Sequence[Tensor]) -> ExchangeGenerator:
-    wide = [xp.cast(x, "float32") if xp.dtype(x) in _HALF else xp.copy(x) for x in parts]
+    wide = [xp.cast(x, "float32") if xp.dtype(x) in averages.HALF else xp.copy(x) for x in parts]
     return (yield tuple(Allreduce(part) for part in wide))

@@ -13,9 +13,10 @@ from accordion_hvd.comm.horovod.tensorflow import HorovodCommunicator
 from accordion_hvd.comm.local import connect
 from accordion_hvd.core.base import Tensor
 from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine.averages import Parameters
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.layout import TensorInfo
-from accordion_hvd.engine.model_averager import ModelAverager, Parameters
+from accordion_hvd.engine.model_averager import ModelAverager
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policies.accordion import Alternation
 from accordion_hvd.tensorflow import validation
@@ -89,17 +90,8 @@ class TensorFlowModelAverager(ModelAverager):
         alternation: Alternation | None = None,
     ) -> None:
         self.local: set[int] = set()
-        self._process_set = process_set
         averaged = Variables(lambda: [v for v in variables() if key_of(v) not in self.local])
-        number = getattr(process_set, "process_set_id", None) or 0
-        super().__init__(
-            method,
-            averaged,
-            self.connect(),
-            guard,
-            number,
-            alternation,
-        )
+        super().__init__(method, averaged, _connect, guard, process_set, alternation)
         self._begun: tf.Variable | None = None  # whether graphs have called `prepare`
         self._enlisted = False
 
@@ -115,12 +107,9 @@ class TensorFlowModelAverager(ModelAverager):
         Raises:
             RuntimeError: after the first step.
         """
-        if self._ready:
+        if self.ready:
             raise RuntimeError("local variables must be registered before the first step.")
         self.local.add(key_of(variable))
-
-    def connect(self) -> Communicator:
-        return connect(self._process_set, HorovodCommunicator, xp)
 
     def load(self, saved: dict[str, Any]) -> None:
         """Load a state as `ModelAverager.load` does; existing graphs call `prepare` again."""
@@ -130,7 +119,7 @@ class TensorFlowModelAverager(ModelAverager):
 
     def prepare(self, given: Parameters | None = None) -> None:
         """Prepare for a step; RuntimeError if no variables are known."""
-        if not (self.single_rank or self._ready or self.parameters.tensors()):
+        if not (self.single_rank or self.ready or self.parameters.tensors()):
             raise RuntimeError(
                 "no variables are known yet, so there is nothing to average: build the optimizer "
                 "(optimizer.build(model.trainable_variables)) or take a step first."
@@ -229,3 +218,7 @@ class TensorFlowModelAverager(ModelAverager):
         """Choose whether the communicator calls Horovod directly (see `HorovodCommunicator`)."""
         if isinstance(self.communicator, HorovodCommunicator):
             self.communicator.directly = directly
+
+
+def _connect(process_set: Any) -> Communicator:
+    return connect(process_set, HorovodCommunicator, xp)

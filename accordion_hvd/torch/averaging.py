@@ -24,11 +24,12 @@ from typing import Any
 import torch
 
 from accordion_hvd.averaging.base import Averaging
-from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine.averages import Parameters
+from accordion_hvd.engine.controls import Controls, ModelControls
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.layout import TensorInfo
-from accordion_hvd.engine.model_averager import ModelAverager, Parameters
+from accordion_hvd.engine.model_averager import ModelAverager
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.policies.accordion import Alternation
 from accordion_hvd.torch import engines
@@ -52,20 +53,29 @@ def wrap(
         RuntimeError: if wait-avoiding averaging was requested and is not possible in this job, or
             if the ranks have different settings.
     """
-    base = type(optimizer)
-    methods = {
-        k: v for k, v in vars(_ModelAveraging).items() if k not in ("__dict__", "__weakref__")
-    }
-    methods |= {"__module__": "horovod.torch.optimizer", "_base": base}
-    kind: Any = type(base.__name__, (base,), methods)
-    wrapped = kind.__new__(kind)
-    vars(wrapped).update(vars(optimizer))
-    vars(wrapped).pop("step", None)  # an LR scheduler replaces it on the instance
+    wrapped = new_instance(
+        type(optimizer), vars(optimizer), Controls, ModelControls, _ModelAveraging
+    )
     wrapped._inner = weakref.ref(optimizer)
-    wrapped._process_set = process_set
-    wrapped._averager = averager(method, named, process_set, guard)
+    wrapped._averager = wrapped._models = averager(method, named, process_set, guard)
     wrapped._members = members(wrapped)
     return wrapped
+
+
+def new_instance(base: type, attributes: dict[str, Any], *parts: type) -> Any:
+    """Return an instance of a new subclass of `base` with the methods of `parts`.
+
+    Horovod's helpers recognize a distributed optimizer by its module and call `super()` of its
+    class. Therefore the methods are copied into one direct subclass of `base`, as in Horovod.
+    """
+    left_out = ("__dict__", "__weakref__")
+    methods = {k: v for part in parts for k, v in vars(part).items() if k not in left_out}
+    methods |= {"__module__": "horovod.torch.optimizer", "_base": base}
+    kind: Any = type(base.__name__, (base,), methods)
+    instance = kind.__new__(kind)
+    vars(instance).update(attributes)
+    vars(instance).pop("step", None)  # an LR scheduler replaces it on the instance
+    return instance
 
 
 def load_in_place(optimizer: Any, state_dict: dict[str, Any]) -> None:
@@ -140,7 +150,9 @@ def averager(
 
     Raises the errors of `wrap`.
     """
-    result = TorchModelAverager(method, named, process_set, guard, alternation)
+    result = ModelAverager(
+        method, parameters(named), engines.connect, guard, process_set, alternation
+    )
     result.set_up_early()
     checkpoint.register(result)
     return result
@@ -149,23 +161,6 @@ def averager(
 def parameters(named: Named) -> Parameters:
     """Return the floating-point tensors of `named` for a model averager."""
     return _Tensors(named)
-
-
-class TorchModelAverager(ModelAverager):
-    def __init__(
-        self,
-        method: Averaging,
-        named: Named,
-        process_set: Any,
-        guard: Guard,
-        alternation: Alternation | None,
-    ) -> None:
-        self._process_set = process_set
-        number = process_set.process_set_id
-        super().__init__(method, parameters(named), self.connect(), guard, number, alternation)
-
-    def connect(self) -> Communicator:
-        return engines.connect(self._process_set)
 
 
 class _ModelAveraging:
@@ -195,42 +190,11 @@ class _ModelAveraging:
         """Restore the wrapped optimizer's state in place."""
         load_in_place(self, state_dict)
 
-    def average_now(self: Any, model: torch.nn.Module | None = None) -> None:
-        """Set the models of all ranks to their average; call it on all ranks after the same step.
-
-        Args:
-            model: model whose floating-point buffers are averaged as well. Horovod averages them,
-                even if the method is wait-avoiding.
-        """
-        self._averager.average_now(_Tensors(list(model.named_buffers())) if model else None)
-
-    def close(self: Any) -> None:
-        """Average all models and stop averaging; end the thread of wait-avoiding averaging.
-
-        A process that does not call this method does so when it exits.
-        """
-        self._averager.close()
-
-    @property
-    def averaging(self: Any) -> ModelAverager:
-        """Return the model averager, which has `stats()`, `state` and `load`."""
-        return self._averager
-
-    @property
-    def exchange_owner(self: Any) -> ModelAverager:
-        """Return the object whose state `save_state(only=[optimizer])` saves."""
-        return self._averager
-
     def synchronize(self: Any) -> None:
         """Do nothing, because gradients are not averaged."""
 
-    def end_window(self: Any) -> None:
-        """Do nothing, because the method has no windows; scripts for policies may call it."""
-
-    @property
-    def process_set(self: Any) -> Any:
-        """Return the process set whose ranks average their models."""
-        return self._process_set
+    def _statistics(self: Any, model: torch.nn.Module) -> Parameters:
+        return parameters(list(model.named_buffers()))
 
     @staticmethod
     def _inner() -> Any:

@@ -171,19 +171,8 @@ def _wrap(
     names: Named,
     options: dict[str, Any],
 ) -> Any:
-    """Return an instance of a new subclass of `base` with these attributes.
-
-    Horovod's helpers recognize a distributed optimizer by its module and call `super()` of its
-    class. Therefore the methods are copied into one direct subclass of `base`, as in Horovod.
-    Unpickling calls this function too.
-    """
-    methods = {**vars(Controls), **vars(_Distributed)}
-    methods = {k: v for k, v in methods.items() if k not in ("__dict__", "__weakref__")}
-    methods |= {"__module__": "horovod.torch.optimizer", "_base": base}
-    kind: Any = type(base.__name__, (base,), methods)
-    wrapped = kind.__new__(kind)
-    vars(wrapped).update(attributes)
-    vars(wrapped).pop("step", None)  # an LR scheduler replaces it on the instance
+    """Return a distributed optimizer with these attributes; unpickling calls this function too."""
+    wrapped = averaging.new_instance(base, attributes, Controls, _Distributed)
     wrapped._set_up(names, options)
     return wrapped
 

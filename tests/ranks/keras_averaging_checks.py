@@ -83,7 +83,7 @@ def assert_equal(values: Any, what: object = "") -> None:
 
 def close(optimizer: Any) -> None:
     """End the averaging, and assert that its thread, if it has one, has ended."""
-    engine = optimizer.averaging._engine
+    engine = getattr(optimizer.averaging._averages, "engine", None)
     optimizer.close()
     assert engine is None or not engine._thread.is_alive()
 

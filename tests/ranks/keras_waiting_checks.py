@@ -115,7 +115,7 @@ def check_periods_go_on_after_a_restart() -> None:
             assert (rows == rows[0]).all() == (number + 1 == due), (steps, number)
         optimizer.average_now()
         hvd.save_state(where, only=[optimizer])
-        engines.append(optimizer.averaging._engine)
+        engines.append(optimizer.averaging._averages.engine)
         close(optimizer)
     assert [(e.steps, e.version) for e in engines] == [(4, 6), (7, 10)]  # both ends count
 

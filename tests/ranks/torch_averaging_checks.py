@@ -132,7 +132,7 @@ def check_real_ranks_do_what_simulated_ones_do() -> None:
     mpi = "OMPI_COMM_WORLD_SIZE" in os.environ
     for method in METHODS[1:2] + METHODS[-3:] if mpi else METHODS:
         averaging = follow(method).averaging
-        assert (averaging._neighbourhood is not None) == (mpi and method.neighbours_only)
+        assert (averaging._averages.neighbourhood is not None) == (mpi and method.neighbours_only)
     assert mpi or len(registered()) > 1
 
 
@@ -158,8 +158,8 @@ def check_without_waiting_where_mpi_is_there() -> None:
     if optimizer.averaging.without_waiting:
         stats = optimizer.averaging.stats()
         assert stats["late"] + stats["on_time"] == 8 and stats["sent"] > 0
-        assert not optimizer.averaging._engine._thread.is_alive()
-        assert optimizer.averaging._engine.timeout == 50
+        assert not optimizer.averaging._averages.engine._thread.is_alive()
+        assert optimizer.averaging._averages.engine.timeout == 50
 
 
 def check_without_waiting_that_is_not_possible() -> None:

@@ -42,10 +42,11 @@ from accordion_hvd import (
     TwoLevel,
     simulate,
 )
+from accordion_hvd.engine.averages import Parameters
 from accordion_hvd.engine.checkpoint import save_state
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.layout import TensorInfo
-from accordion_hvd.engine.model_averager import ModelAverager, Parameters
+from accordion_hvd.engine.model_averager import ModelAverager
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.optimizers import (
     Adam,
@@ -269,7 +270,9 @@ def averagers(name: str, ranks: int = 2) -> list[ModelAverager]:
     hub, found = Hub(ranks), []
     for rank in range(ranks):
         link = Threaded(hub, rank, xp)
-        found.append(ModelAverager(METHODS[name](), Model(), link, Guard("off")))
+        found.append(
+            ModelAverager(METHODS[name](), Model(), lambda _, link=link: link, Guard("off"))
+        )
         found[-1]._name = "same"  # as in processes of their own
     return found
 

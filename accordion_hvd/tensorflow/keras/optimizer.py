@@ -17,7 +17,7 @@ from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.communicator import ProcessSet
 from accordion_hvd.comm.horovod.tensorflow import hvd
 from accordion_hvd.engine import gain
-from accordion_hvd.engine.controls import Controls
+from accordion_hvd.engine.controls import Controls, ModelControls
 from accordion_hvd.engine.guard import Guard, Mode
 from accordion_hvd.engine.ledger import LedgerOption, as_ledger
 from accordion_hvd.policies import Policy
@@ -555,7 +555,7 @@ if TYPE_CHECKING:
             """Stop averaging; of methods that always average models."""
 
 
-class _ModelAveraging(_Distributed):
+class _ModelAveraging(ModelControls, _Distributed):
     """Optimizer that takes steps with local gradients, after which a method averages the models.
 
     Momentum and other state remain local. The loss scale is local as well: a rank with non-finite
@@ -566,25 +566,6 @@ class _ModelAveraging(_Distributed):
     """
 
     _averager: TensorFlowModelAverager
-
-    def close(self) -> None:
-        """Average all models and stop averaging; end the thread of wait-avoiding averaging.
-
-        A process that does not call this method does so when it exits.
-        """
-        self._averager.close()
-
-    averaging_models = True  # always
-
-    @property
-    def exchange(self) -> Any:
-        """Raise AttributeError, because no gradients are exchanged."""
-        raise AttributeError(
-            "this optimizer averages models instead of gradients: see optimizer.averaging.stats()."
-        )
-
-    def end_window(self) -> None:
-        """Do nothing, because there is no policy."""
 
     def register_local_var(self, var: Any) -> None:
         """Do not average this variable; call it before the first step.
