@@ -39,7 +39,7 @@ class Averaging(Compressor):
 
     def start(self, model: Tensor, info: Info) -> State:
         """Return the state before the first step, when `model` is equal on all ranks."""
-        return self.init(namespace(model).spec(model), info)
+        return self.synchronized(self.init(namespace(model).spec(model), info), model)
 
     def groups(self, size: int) -> tuple[Group, ...]:
         """Return the groups that requests may name, for `size` ranks.

@@ -82,9 +82,6 @@ class DiLoCo(Averaging):
         own = self.compressor.init(spec, info) if self.compressor else {}
         return {"common": zeros[0], "velocity": zeros[1]} | prefixed(own)
 
-    def start(self, model: Tensor, info: Info) -> State:
-        return self.synchronized(super().start(model, info), model)
-
     def synchronized(self, state: State, model: Tensor) -> State:
         """Make an extra average the common model. The velocity does not change."""
         xp = namespace(model)

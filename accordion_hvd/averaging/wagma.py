@@ -104,9 +104,6 @@ class WAGMA(Averaging):
         reference = spec.zeros(spec.shape, spec.wide)
         return {"reference": reference} | prefixed(own)
 
-    def start(self, model: Tensor, info: Info) -> State:
-        return self.synchronized(super().start(model, info), model)
-
     def synchronized(self, state: State, model: Tensor) -> State:
         if self.compressor is None:
             return state

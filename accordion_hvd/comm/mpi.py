@@ -29,7 +29,7 @@ _retired: list[Any] = []
 
 @contextmanager
 def in_use() -> Iterator[None]:
-    """Let MPI continue until the end of the `with` block."""
+    """Let MPI continue until the end of the `with` block, or of the decorated function."""
     global _uses
     _delay_end()
     with _changed:
@@ -99,12 +99,9 @@ class Neighbourhood:
 
         return intercept(exchange, serve)
 
+    @in_use()
     def exchange(self, asked: Neighbours) -> tuple[Tensor, ...]:
         """Serve a request and return its result; collective."""
-        with in_use():
-            return self._exchange(asked)
-
-    def _exchange(self, asked: Neighbours) -> tuple[Tensor, ...]:
         if self._named is None:
             free_retired()
             self._named = asked.of, asked.to

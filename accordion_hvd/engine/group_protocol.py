@@ -258,18 +258,3 @@ def _add(terms: Sequence[Array], into: Array) -> None:
 
 def _buffers(scratch: Array, count: int, size: int) -> list[Array]:
     return [scratch[i * size : (i + 1) * size] for i in range(count)]
-
-
-def oracle(vectors: Sequence[Array]) -> Array:
-    """Return the sum of all members' vectors with the same bits as `total` computes."""
-    rows = [np.asarray(vector) for vector in vectors]
-    for radix in factors(len(rows)):  # neighbours differ in the lowest digit
-        rows = [_added(rows[i : i + radix]) for i in range(0, len(rows), radix)]
-    return rows[0].copy()
-
-
-def _added(rows: Sequence[Array]) -> Array:
-    result = rows[0] + rows[1]
-    for row in rows[2:]:
-        result = result + row
-    return result

@@ -713,15 +713,11 @@ class Wakeup:
 
     def _try(self, neighbours: list[int], comm: Any) -> bool:
         """Return whether the test datagrams of other ranks reach this rank."""
-        senders = {
-            rank for rank, theirs in enumerate(comm.allgather(neighbours)) if self._rank in theirs
-        }
+        table = enumerate(comm.allgather(neighbours))
+        missing = {rank.to_bytes(4, "little") for rank, theirs in table if self._rank in theirs}
         for rank in neighbours:
             self.ring(rank)
-        missing, until = (
-            {rank.to_bytes(4, "little") for rank in senders},
-            time.monotonic() + _TEST_TIMEOUT,
-        )
+        until = time.monotonic() + _TEST_TIMEOUT
         while missing and time.monotonic() < until:
             self._poll.poll(100)
             missing -= self._drain()

@@ -12,6 +12,7 @@ those of large models.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections.abc import Callable, Sequence
@@ -33,7 +34,6 @@ from accordion_hvd.engine.group_protocol import (
     GroupRound,
     combine,
     factors,
-    oracle,
 )
 from accordion_hvd.simulation.clocks import Clocks
 from accordion_hvd.simulation.compute_times import Stragglers, Throughput
@@ -346,7 +346,7 @@ class WaitAvoidingJob:
     def _seed(self, now: float, round_: GroupRound) -> None:
         """Sum the models of a round, once all members know that all are ready."""
         contributions = [self._agents[rank].seed(round_) for rank in round_.members]
-        total = oracle([model for _, model in contributions])
+        total = _total([model for _, model in contributions])
         size = len(round_.members)
         moved = 2 * (size - 1) / size * self._bytes
         cost = self._messages.seconds(round_.members, 2 * len(factors(size)), moved)
@@ -385,3 +385,11 @@ class WaitAvoidingJob:
         self._history.add(rank, step, self._models[rank], now)
         if step + 1 < len(self._times):
             self._schedule(now + float(self._times[step + 1, rank]), self._arrive, rank, step + 1)
+
+
+def _total(models: list[Array]) -> Array:
+    """Return the sum of the models with the same bits as `group_protocol.total` computes."""
+    for radix in factors(len(models)):  # neighbours differ in the lowest digit
+        groups = [models[i : i + radix] for i in range(0, len(models), radix)]
+        models = [functools.reduce(np.add, group) for group in groups]
+    return models[0].copy()

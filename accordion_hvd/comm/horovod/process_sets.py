@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from horovod.common import process_sets as _horovod
@@ -25,8 +25,11 @@ def registered() -> list[Any]:
 
 def of_ranks(ranks: list[int] | None) -> Any:
     """Return the process set of `ranks`; the global one for None or if there is none."""
-    matching = [known for known in registered() if known.ranks == ranks]
-    return matching[0] if matching else _horovod.global_process_set
+    return next(_of(ranks), _horovod.global_process_set)
+
+
+def _of(ranks: list[int] | None) -> Iterator[Any]:
+    return (known for known in registered() if known.ranks == ranks)
 
 
 def addable() -> bool:
@@ -72,7 +75,14 @@ class Members:
         if group is None:
             return self.process_set
         if group not in self._subsets:
-            self._subsets[group] = self._registered(group)
+            ranks = self._globally(group)
+            found = next(_of(ranks), None)
+            if found is None:
+                raise ValueError(
+                    f"no process set of ranks {ranks} is registered; pass it to "
+                    "hvd.init(process_sets=...)."
+                )
+            self._subsets[group] = found
         return self._subsets[group]
 
     def register(self, groups: Sequence[tuple[int, ...]], addable: bool) -> None:
@@ -82,8 +92,7 @@ class Members:
             ValueError: on all ranks, if a process set is missing and cannot be added.
         """
         known = [process_set.ranks for process_set in registered()]
-        wanted = [sorted(self.globally(rank) for rank in group) for group in groups]
-        missing = [ranks for ranks in wanted if ranks not in known]
+        missing = [ranks for ranks in map(self._globally, groups) if ranks not in known]
         # Adding a process set involves all ranks, but only members of this one run this function.
         if missing and self.process_set.process_set_id != 0:
             raise ValueError(
@@ -99,11 +108,5 @@ class Members:
         for ranks in missing:
             _horovod.add_process_set(ranks)
 
-    def _registered(self, group: tuple[int, ...]) -> Any:
-        ranks = sorted(self.globally(rank) for rank in group)
-        for known in registered():
-            if known.ranks == ranks:
-                return known
-        raise ValueError(
-            f"no process set of ranks {ranks} is registered; pass it to hvd.init(process_sets=...)."
-        )
+    def _globally(self, group: Sequence[int]) -> list[int]:
+        return sorted(self.globally(rank) for rank in group)

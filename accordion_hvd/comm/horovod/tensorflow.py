@@ -95,19 +95,14 @@ class HorovodCommunicator(Communicator):
         if not tf.executing_eagerly():
             return operation(*tensors)
         with timeouts.waiting():
-            return self._run_eagerly(key, operation, tensors)
-
-    def _run_eagerly(
-        self, key: Hashable, operation: Callable[..., Any], tensors: Sequence[Tensor]
-    ) -> Any:
-        if self.directly:
-            return operation(*tensors)
-        specs = [tf.TensorSpec([None] * x.shape.rank, x.dtype) for x in tensors]
-        key = (self.members.process_set.process_set_id, key, *specs)
-        if key not in _functions:
-            function = tf.function(operation, autograph=False)
-            _functions[key] = function.get_concrete_function(*specs)
-        return _functions[key](*tensors)
+            if self.directly:
+                return operation(*tensors)
+            specs = [tf.TensorSpec([None] * x.shape.rank, x.dtype) for x in tensors]
+            key = (self.members.process_set.process_set_id, key, *specs)
+            if key not in _functions:
+                function = tf.function(operation, autograph=False)
+                _functions[key] = function.get_concrete_function(*specs)
+            return _functions[key](*tensors)
 
     def _options(self, name: str, group: Group) -> dict[str, Any]:
         return {
