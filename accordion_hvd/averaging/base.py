@@ -72,11 +72,6 @@ class Averaging(Compressor):
         return None
 
 
-def periodic(owner: Any, period: Any) -> None:
-    """Raise ValueError unless `period` is an integer of at least 1."""
-    check.integer(owner, "period", period, least=1)
-
-
 def ends_period(step: int, period: int) -> bool:
     """Return whether `step`, counted from 0, is the last step of a period."""
     return (step + 1) % period == 0

@@ -10,7 +10,6 @@ from accordion_hvd.averaging.base import (
     Averaging,
     check_compressor,
     ends_period,
-    periodic,
     prefixed,
     unprefixed,
 )
@@ -68,7 +67,7 @@ class DiLoCo(Averaging):
     compressor: Compressor | None = None
 
     def __post_init__(self) -> None:
-        periodic(self, self.period)
+        check.integer(self, "period", self.period, least=1)
         if not isinstance(self.outer, Nesterov):
             check.refuse(self, "outer", self.outer, "a Nesterov(lr=..., momentum=...)")
         check_compressor(self, self.compressor)

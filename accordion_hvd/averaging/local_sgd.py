@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accordion_hvd.averaging.base import Averaging, ends_period, periodic
+from accordion_hvd import check
+from accordion_hvd.averaging.base import Averaging, ends_period
 from accordion_hvd.core.base import ExchangeGenerator, Info, State, Tensor
 
 
@@ -23,7 +24,7 @@ class LocalSGD(Averaging):
     period: int = 10
 
     def __post_init__(self) -> None:
-        periodic(self, self.period)
+        check.integer(self, "period", self.period, least=1)
 
     def equal(self, step: int) -> bool:
         return ends_period(step, self.period)

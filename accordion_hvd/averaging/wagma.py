@@ -14,7 +14,6 @@ from accordion_hvd.averaging.base import (
     check_compressor,
     ends_period,
     group_info,
-    periodic,
     prefixed,
     unprefixed,
 )
@@ -72,7 +71,7 @@ class WAGMA(Averaging):
             check.at_least(self, "timeout", self.timeout, least=0.1)
         if self.group_size is not None:
             check.integer(self, "group_size", self.group_size, least=1)
-        periodic(self, self.period)
+        check.integer(self, "period", self.period, least=1)
         check.one_of(self, "wait_avoiding", self.wait_avoiding, (True, False, "auto"))
         check_compressor(self, self.compressor)
         if self.compressor is not None and self.wait_avoiding is True:

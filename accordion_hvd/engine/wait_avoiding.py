@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd import check
-from accordion_hvd.averaging.base import periodic
 from accordion_hvd.averaging.groups import Groups, default_size
 from accordion_hvd.comm import mpi, timeouts
 from accordion_hvd.comm.agreement import RanksDisagree, started_by_mpi
@@ -158,7 +157,7 @@ class WaitAvoiding:
         version: int = 0,
         log: list[tuple[int, bool, int]] | None = None,
     ) -> None:
-        periodic(self, period)
+        check.integer(self, "period", period, least=1)
         check.integer(self, "steps", steps, least=0)
         check.integer(self, "version", version, least=0)
         timeout = timeouts.seconds() if timeout is None else timeout

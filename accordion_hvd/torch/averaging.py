@@ -150,17 +150,11 @@ def averager(
 
     Raises the errors of `wrap`.
     """
-    result = ModelAverager(
-        method, parameters(named), engines.connect, guard, process_set, alternation
-    )
+    model = Tensors(named)
+    result = ModelAverager(method, model, engines.connect, guard, process_set, alternation)
     result.set_up_early()
     checkpoint.register(result)
     return result
-
-
-def parameters(named: Named) -> Parameters:
-    """Return the floating-point tensors of `named` for a model averager."""
-    return _Tensors(named)
 
 
 class _ModelAveraging:
@@ -186,15 +180,13 @@ class _ModelAveraging:
             inner._opt_called = True  # an LR scheduler of the wrapped optimizer checks this
         return result
 
-    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        """Restore the wrapped optimizer's state in place."""
-        load_in_place(self, state_dict)
+    load_state_dict = load_in_place
 
     def synchronize(self: Any) -> None:
         """Do nothing, because gradients are not averaged."""
 
     def _statistics(self: Any, model: torch.nn.Module) -> Parameters:
-        return parameters(list(model.named_buffers()))
+        return Tensors(list(model.named_buffers()))
 
     @staticmethod
     def _inner() -> Any:
@@ -202,7 +194,9 @@ class _ModelAveraging:
         return None
 
 
-class _Tensors(Parameters):
+class Tensors(Parameters):
+    """The floating-point ones of these tensors."""
+
     def __init__(self, named: Named) -> None:
         self._named = [(name, x) for name, x in named if x.is_floating_point()]
         self.device = self._named[0][1].device if self._named else None

@@ -371,7 +371,7 @@ class _Distributed(Controls):
         self._averager.reset()
 
     def _statistics(self: Any, model: torch.nn.Module) -> Any:
-        return averaging.parameters(list(model.named_buffers()))
+        return averaging.Tensors(list(model.named_buffers()))
 
     # --------------------------------------------------------------------------------- internals
     @property
@@ -381,7 +381,7 @@ class _Distributed(Controls):
     def _prepare_models(self: Any) -> None:
         averaging.require_members(self, self._models.method)
         if self._models.follow_mode():
-            self._models.level(averaging.parameters(self._optimizer_state()))
+            self._models.level(averaging.Tensors(self._optimizer_state()))
         if self.averaging_models:
             self._models.prepare()
 
