@@ -232,8 +232,8 @@ def choose(
 
     def all_ranks(flag: bool) -> bool:
         unset = communicator.xp.asarray(np.array([not flag], np.float32), device)
-        anywhere = communicator.run("accordion.able", _largest(unset))
-        return not communicator.xp.to_numpy(anywhere)[0]
+        pending = communicator.launch("accordion.able", [Allreduce(unset, op="max")])
+        return not communicator.xp.to_numpy(pending.result()[0])[0]
 
     groups = method.groups(communicator.size)
     if isinstance(method, WAGMA) and _avoids_waiting(method, communicator, of_all, all_ranks):
@@ -272,7 +272,3 @@ def _avoids_waiting(
             text = "wait-avoiding averages over MPI"
         logger.info("accordion_hvd: %r: %s", method, text)
     return possible
-
-
-def _largest(x: Tensor) -> ExchangeGenerator:
-    return (yield Allreduce(x, op="max"))

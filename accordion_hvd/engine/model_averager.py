@@ -15,9 +15,9 @@ from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.agreement import require_agreement
 from accordion_hvd.comm.collectives import Traffic
 from accordion_hvd.comm.communicator import Communicator
-from accordion_hvd.core.base import Allreduce, ExchangeGenerator, Tensor
-from accordion_hvd.engine import averages, checkpoint
-from accordion_hvd.engine.averages import Averages, MPIAverages, Parameters
+from accordion_hvd.core.base import Allreduce, Tensor
+from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine.averages import HALF, Averages, MPIAverages, Parameters, choose
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.engine.membership import Gather
@@ -103,9 +103,7 @@ class ModelAverager(checkpoint.Keeper):
             return
         self._agree()
         device, of_all = self.parameters.device, self._number == 0
-        self._averages = averages.choose(
-            self.method, self.communicator, self._traffic, device, of_all
-        )
+        self._averages = choose(self.method, self.communicator, self._traffic, device, of_all)
 
     def _agree(self) -> None:
         rows = tuple(self.parameters.tensors())
@@ -216,9 +214,11 @@ class ModelAverager(checkpoint.Keeper):
 
     def _means(self, what: str, values: Sequence[Tensor], factor: float = 1.0) -> list[Tensor]:
         """Return the means over the ranks, in the dtypes of `values`, multiplied by `factor`."""
-        means = self.communicator.run(f"{self._name}.{what}", _means(self.xp, values))
-        pairs = zip(means, values, strict=True)
-        return [self.xp.cast(mean * factor, self.xp.dtype(old)) for mean, old in pairs]
+        xp = self.xp
+        wide = [xp.cast(x, "float32") if xp.dtype(x) in HALF else xp.copy(x) for x in values]
+        pending = self.communicator.launch(f"{self._name}.{what}", [Allreduce(x) for x in wide])
+        pairs = zip(pending.result(), values, strict=True)
+        return [xp.cast(mean * factor, xp.dtype(old)) for mean, old in pairs]
 
     def _compare(self, values: Sequence[Tensor], step: int, rates: Sequence[float]) -> None:
         if self.guard.mode != "off":
@@ -389,8 +389,3 @@ class ModelAverager(checkpoint.Keeper):
         parts += [f"shared state ({', '.join(restored)}) is restored"] if restored else []
         text = f"saved on {ranks} ranks, continues on {self.communicator.size}: "
         logger.info("%r: %s%s.", self.method, text, "; ".join(parts))
-
-
-def _means(xp: Any, parts: Sequence[Tensor]) -> ExchangeGenerator:
-    wide = [xp.cast(x, "float32") if xp.dtype(x) in averages.HALF else xp.copy(x) for x in parts]
-    return (yield tuple(Allreduce(part) for part in wide))
