@@ -11,10 +11,9 @@ from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.compressors.dense import Dense
 from accordion_hvd.core.base import Compressor
 from accordion_hvd.core.observer import Observer, Observers
-from accordion_hvd.policies.base import Decision, Seen, Windowed, agree
+from accordion_hvd.policies.base import Decision, Numbers, Seen, Windowed, agree, override
 from accordion_hvd.policies.cost_model import averaging_share, bytes_sent
 from accordion_hvd.policies.evidence import GradientSums
-from accordion_hvd.policies.fixed import override
 from accordion_hvd.policies.gate import Gate, as_gate
 
 if TYPE_CHECKING:
@@ -113,6 +112,7 @@ class Accordion(Windowed):
     """
 
     watches_rates = True
+    KEPT = (*Windowed.KEPT, "_norms", "_changed")
 
     def __init__(
         self,
@@ -132,26 +132,29 @@ class Accordion(Windowed):
         super().__init__(window)
         self.growth = None if batch_size is None else BatchGrowth(self, batch_size, window)
         self.alternation: Alternation | None = None
-        self.byte_budget: ByteBudget | None = None
+        self.byte_budget = None if budget is None else ByteBudget(self, budget)
         self.first: Mapping[str, int] = {}  # bucket -> level at the start, if there is a budget
         self._grows_only = False  # no levels were given: only the batch size changes
-        self._changed: set[str] = set()  # buckets whose level changed at the start of the window
+        self._norms: dict[str, float] = {}  # at the last check, by the names of decisions
+        self._changed: list[str] = []  # buckets whose level changed at the start of the window
         check.mapping(self, "overrides", overrides)
         self.overrides = {key: _instance(value) for key, value in (overrides or {}).items()}
+        self.observers = Observers(x for x in (self.growth, self.byte_budget) if x is not None)
+        self.gate = as_gate(self, gate)
+        check.at_least(self, "threshold", threshold, least=0)
+        check.integer(self, "interval", interval, least=1)
+        if lr_drop is not None:
+            check.ratio(self, "lr_drop", lr_drop)
+        check.one_of(self, "signal", signal, ("local", "reduced"))
+        if budget is not None and self.gate is not None:
+            check.refuse(self, "gate", gate, "None with a budget, which gates ignore")
+        self.threshold, self.interval, self.lr_drop = threshold, interval, lr_drop
+        self.signal = signal
+        self.evidence = (GradientSums(signal, everywhere=self.growth is not None),)
         self.low: Any = None
         self.high: Any = None
-        self.signal = signal
         if low is not None or high is not None:
             self.between(_instance(low), _instance(high))
-        self.gate = as_gate(self, gate)
-        self._check_method(self.high)
-        self.regimes = CriticalRegimes(self, threshold, interval, lr_drop)
-        check.one_of(self, "signal", signal, ("local", "reduced"))
-        if budget is not None:
-            self.byte_budget = ByteBudget(self, budget)
-            if self.gate is not None:
-                check.refuse(self, "gate", gate, "None with a budget, which gates ignore")
-        self._arrange()
 
     def between(self, low: Any, high: Any) -> None:
         """Set the two levels; ValueError if one is missing, or they do not agree."""
@@ -161,31 +164,24 @@ class Accordion(Windowed):
                     f"Accordion: {name} is missing; give both levels, for example "
                     "Accordion(low=PowerSGD(4), high=PowerSGD(1))."
                 )
-        averages = self._check_method(high)
-        agree(self, [low] if averages else [low, high], self.overrides)
+        averages = isinstance(high, Averaging)
+        if averages:
+            self._check_method(high)
+        agree(self, [low] if averages or self._grows_only else [low, high], self.overrides)
+        as_gate(self, self.gate)  # not every output allows a gate
         self.low, self.high = low, high
         if averages and self.alternation is None:
             self.alternation = Alternation(self, high)
-        self.gate = as_gate(self, self.gate)  # not every output allows a gate
-        self._arrange()
+            self.observers = Observers([*self.observers, self.alternation])
+            self.evidence = (GradientSums(self.signal, everywhere=True),)
 
-    def _check_method(self, high: Any) -> bool:
-        """Return whether `high` averages models; refuse arguments that exclude model averaging."""
-        if not isinstance(high, Averaging):
-            return False
+    def _check_method(self, high: Averaging) -> None:
+        """Refuse methods that cannot alternate, and arguments that exclude model averaging."""
         if high.inner != "any":
             check.refuse(self, "high", high, "a compressor, WAGMA, LocalSGD, DiLoCo or DPSGD")
         for name, value, allowed in (("gate", self.gate, None), ("signal", self.signal, "local")):
             if value != allowed:
                 check.refuse(self, name, value, f"{allowed!r} where high averages models")
-        return True
-
-    def _arrange(self) -> None:
-        gate, parts = self.gate, (self.growth, self.alternation, self.byte_budget)
-        self.observers = Observers(part for part in parts if part is not None)
-        self.gate = gate
-        model = self.growth is not None or self.alternation is not None
-        self.evidence = (GradientSums(self.signal, everywhere=model),)
 
     def complete(self) -> None:
         """Check the levels. If only the batch size changes, send all gradients uncompressed.
@@ -196,18 +192,12 @@ class Accordion(Windowed):
         """
         if self.low is None and self.high is None and self.growth is not None:
             self._grows_only = True
-            self.between(Dense(), Dense())
+            self.low = self.high = Dense()
         self.between(self.low, self.high)
 
     @property
     def large(self) -> bool:
         return self.growth is not None and self.growth.large
-
-    def levels(self, name: str) -> tuple[Compressor, ...]:
-        """Return (low, high), or the one compressor that always serves bucket `name`."""
-        only_low = self._grows_only or self.alternation is not None
-        fixed = override(self.overrides, name) or (self.low if only_low else None)
-        return (fixed,) if fixed is not None else (self.low, self.high)
 
     def start(self, name: str) -> int:
         """Return `LOW`, because the start of training is critical, unless a budget forbids it."""
@@ -215,14 +205,14 @@ class Accordion(Windowed):
 
     def observing(self) -> bool:
         """Return whether this window ends in a check that may still change a decision."""
-        return self.regimes.checks(self._epoch) and not (self._grows_only and self.large)
+        return self._epoch % self.interval == 0 and not (self._grows_only and self.large)
 
     @property
     def ready(self) -> bool:
         """Return whether all ranks' models are equal, as a decision requires."""
         return self.alternation is None or self.alternation.equal
 
-    def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
+    def decide(self, seen: Seen, lr: Numbers) -> list[Decision]:
         """Return a row for each bucket with a decision, and in window 0 one for each override."""
         norms = seen.get(GradientSums.key, {})
         rows = [self._decide_bucket(name, norms, lr) for name in self.current]
@@ -237,7 +227,7 @@ class Accordion(Windowed):
         return rows + batch + self._decide_models(norms, lr, batches)
 
     def apply(self, decisions: Sequence[Decision]) -> None:
-        before, window = dict(self.current), self._epoch
+        before, checked = dict(self.current), self._epoch % self.interval == 0
         super().apply([row for row in decisions if row.name not in (BATCH, MODEL)])
         for row in decisions:
             if row.name == BATCH and self.growth is not None:
@@ -246,22 +236,21 @@ class Accordion(Windowed):
             elif row.name == MODEL and self.alternation is not None:
                 self.alternation.switch(row.level)
                 self.history.append(row)
-        if self.regimes.checks(window):
-            self.regimes.remember(decisions)
-        self._changed = {name for name, level in self.current.items() if before[name] != level}
+        if checked:  # a new dict: a state_dict holds the old one
+            norms = {row.name: row.norm for row in decisions if row.reason != CHANGED}
+            self._norms = self._norms | norms
+        self._changed = sorted(name for name, x in self.current.items() if before[name] != x)
 
     def on_level_override(self, names: Sequence[str]) -> None:
         """Mark this window's averages as no evidence about these buckets (see `signal`)."""
-        self._changed = self._changed | set(names)
+        self._changed = sorted({*self._changed, *names})
 
     def state_dict(self) -> dict[str, Any]:
         averaging = self.alternation is not None and self.alternation.averaging_models
-        own = {"large": self.large, "apart": averaging, "_norms": self.regimes.norms}
-        return super().state_dict() | own | {"_changed": sorted(self._changed)}
+        return super().state_dict() | {"large": self.large, "apart": averaging}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.regimes.norms, self._changed = state["_norms"], set(state["_changed"])
         if self.growth is not None:
             self.growth.large = state["large"]
             self.growth.resize()
@@ -270,43 +259,41 @@ class Accordion(Windowed):
             self.alternation.equal = True  # models are equal whenever they are saved
 
     def __repr__(self) -> str:
-        regimes = self.regimes
-        return (
-            f"Accordion(low={self.low!r}, high={self.high!r}, threshold={regimes.threshold!r}, "
-            f"window={self.window!r}, interval={regimes.interval!r}, signal={self.signal!r}, "
-            f"lr_drop={regimes.lr_drop!r}, overrides={self.overrides!r}"
-            + (f", gate={self.gate!r}" if self.gate else "")
-            + (f", batch_size={self.growth.sizes!r}" if self.growth else "")
-            + (f", budget={self.byte_budget.megabytes!r})" if self.byte_budget else ")")
-        )
+        more = {
+            "gate": self.gate,
+            "batch_size": self.growth and self.growth.sizes,
+            "budget": self.byte_budget and self.byte_budget.megabytes,
+        }
+        names = ("low", "high", "threshold", "window", "interval", "signal", "lr_drop", "overrides")
+        arguments = {name: getattr(self, name) for name in names}
+        return self._call(**arguments, **{name: x for name, x in more.items() if x is not None})
 
-    def _decide_bucket(
-        self, name: str, norms: Mapping[str, float], lr: Mapping[str, float]
-    ) -> Decision:
+    def _decide_bucket(self, name: str, norms: Numbers, lr: Numbers) -> Decision:
         """Return a row about a bucket; its reason is "" if there is nothing to decide."""
-        current = self.current[name]
-        row = self._row(name, norms.get(name, math.nan), current, lr, name)
-        if len(self.levels(name)) == 1:
-            record = override(self.overrides, name) is not None and not self._epoch
-            row.reason = "override" if record else ""
-            return row
-        self.regimes.judge(row, self._unclear([name]), current)
+        row = self._row(name, self.current[name], norms, lr)
+        if len(self.levels(name)) > 1:
+            self._judge(row, [name])
+        elif override(self.overrides, name) is not None and not self._epoch:
+            row.reason = "override"
         return row
 
-    def _decide_batch(self, norms: Mapping[str, float], lr: Mapping[str, float]) -> list[Decision]:
-        if self.growth is None:
+    def _decide_batch(self, norms: Numbers, lr: Numbers) -> list[Decision]:
+        """Return the decision about the batch size as a list; empty if there is none."""
+        if self.growth is None or (self.large and self._epoch):
             return []
-        row = self._row_of_model(BATCH, norms, LOW, lr)
-        return self.growth.judge(row, self.regimes, self._unclear(self.current))
+        row = self._row(BATCH, LOW, norms, lr)
+        if self.large:
+            row.level, row.reason = HIGH, OVER
+        else:
+            self._judge(row, self.current)
+        row.compressor = f"{self.growth.sizes[row.level]} examples"
+        return [row] if row.reason else []
 
-    def _decide_models(
-        self, norms: Mapping[str, float], lr: Mapping[str, float], batches: int
-    ) -> list[Decision]:
+    def _decide_models(self, norms: Numbers, lr: Numbers, batches: int) -> list[Decision]:
         if self.alternation is None:
             return []
-        current = HIGH if self.alternation.averaging_models else LOW
-        row = self._row_of_model(MODEL, norms, current, lr)
-        self.regimes.judge(row, self._unclear(self.current), current)
+        row = self._row(MODEL, HIGH if self.alternation.averaging_models else LOW, norms, lr)
+        self._judge(row, self.current)
         wanted = row.level
         if row.reason and self.byte_budget is not None:
             row.level = self.byte_budget.allowed(wanted, batches)
@@ -315,86 +302,40 @@ class Accordion(Windowed):
         row.compressor = repr((self.low, self.high)[row.level])
         return [row] if row.reason else []
 
-    def _row_of_model(
-        self, name: str, norms: Mapping[str, float], level: int, lr: Mapping[str, float]
-    ) -> Decision:
-        """Return a row with the norm of all gradients and the learning rate that fell most."""
-        before, norm = self._lr, math.hypot(*norms.values()) if norms else math.nan
-        bucket = min(lr, key=lambda n: lr[n] / before[n] if before.get(n) else 1.0, default="")
-        return self._row(name, norm, level, lr, bucket)
+    def _row(self, name: str, level: int, norms: Numbers, lr: Numbers) -> Decision:
+        """Return a row about a bucket or the model, with its norm and learning rates.
 
-    def _row(
-        self, name: str, norm: float, level: int, lr: Mapping[str, float], bucket: str
-    ) -> Decision:
+        Those of the model are the norm of all gradients and the learning rate that fell most.
+        """
+        bucket, norm, before = name, norms.get(name, math.nan), self._lr
+        if name in (BATCH, MODEL):
+            norm = math.hypot(*norms.values()) if norms else math.nan
+            bucket = min(lr, key=lambda n: lr[n] / before[n] if before.get(n) else 1.0, default="")
         row = Decision(name, level, self._step, self._epoch, norm=norm)
-        row.previous = self.regimes.norms.get(name, math.nan)
-        row.lr, row.previous_lr = lr.get(bucket, math.nan), self._lr.get(bucket, math.nan)
+        row.previous = self._norms.get(name, math.nan)
+        row.lr, row.previous_lr = lr.get(bucket, math.nan), before.get(bucket, math.nan)
         return row
 
-    def _unclear(self, names: Any) -> bool:
-        """Return whether averages of one of these buckets are no evidence; see `signal`."""
-        return self.signal == "reduced" and not self._changed.isdisjoint(names)
+    def _judge(self, row: Decision, buckets: Iterable[str]) -> None:
+        """Fill in a row whose window ends in a check, or whose learning rate falls after it.
 
-
-def _instance(level: Any) -> Any:
-    return level() if isinstance(level, type) and issubclass(level, Compressor) else level
-
-
-# --------------------------------------------------------------------------------- critical regimes
-LOW, HIGH = 0, 1
-"""Levels of low compression, for critical regimes, and of high compression."""
-
-CHANGED = "level changed in this window"
-FELL = "learning rate fell"
-
-
-class CriticalRegimes:
-    """Detector of critical regimes.
-
-    Let n be the norm of the sum of the gradients in window e, and m the norm `interval` windows
-    before. At the end of windows 0, `interval`, 2 `interval`, ... the regime is critical if
-    |m - n| / m >= `threshold`, and also if e = 0, if m = 0 or if a norm is not finite. A fall of
-    the learning rate begins a critical regime, too (section (b) of the authors' code).
-
-    Args:
-        threshold: relative change of the norm in a critical regime, at least 0 (the paper's eta).
-        interval: windows between checks.
-        lr_drop: the learning rate falls if it is at most `lr_drop` times its value one window
-            before. None: if it is less than that value.
-
-    Attributes:
-        norms: name -> norm at the last check.
-    """
-
-    def __init__(self, owner: Any, threshold: float, interval: int, lr_drop: float | None) -> None:
-        check.at_least(owner, "threshold", threshold, least=0)
-        check.integer(owner, "interval", interval, least=1)
-        if lr_drop is not None:
-            check.ratio(owner, "lr_drop", lr_drop)
-        self.threshold, self.interval, self.lr_drop = threshold, interval, lr_drop
-        self.norms: dict[str, float] = {}
-
-    def checks(self, window: int) -> bool:
-        return window % self.interval == 0
-
-    def judge(self, row: Decision, unclear: bool, current: int) -> None:
-        """Fill in level, reason and change of a row if its window ends in a check or its lr fell.
-
-        The norm is no evidence (`unclear`) if it is a norm of averaged gradients, and the level
-        changed at the start of the window, so that the averages contain the residual of the old
-        level. Then the level remains `current`.
+        The norm is no evidence if it is one of averages, and the level of one of the `buckets`
+        changed at the start of the window: the averages then contain the residual of the old level.
         """
-        if self.checks(row.window):
-            self._compare(row, unclear, current)
-        if self.fell(row):
-            row.level, row.reason = LOW, FELL
+        if self._epoch % self.interval == 0:
+            unclear = self.signal == "reduced" and not set(self._changed).isdisjoint(buckets)
+            self._compare(row, unclear)
+        if row.lr < row.previous_lr:
+            if self.lr_drop is None or row.lr <= self.lr_drop * row.previous_lr:
+                row.level, row.reason = LOW, FELL
 
-    def _compare(self, row: Decision, unclear: bool, current: int) -> None:
+    def _compare(self, row: Decision, unclear: bool) -> None:
+        """Judge a row by the change of the norm; if that is `unclear`, its level remains."""
         norm, previous = row.norm, row.previous
         if row.window == 0:
             row.level, row.reason = LOW, "first window"
         elif unclear:
-            row.level, row.reason = current, CHANGED
+            row.reason = CHANGED
         elif not (math.isfinite(norm) and math.isfinite(previous)):
             row.level, row.reason = LOW, "norm not finite"
         elif previous == 0:
@@ -405,60 +346,57 @@ class CriticalRegimes:
             row.level = LOW if critical else HIGH
             row.reason = "norm changed" if critical else "norm steady"
 
-    def fell(self, row: Decision) -> bool:
-        """Return whether the learning rate of a row has fallen."""
-        before, now = row.previous_lr, row.lr
-        return now < before and (self.lr_drop is None or now <= self.lr_drop * before)
 
-    def remember(self, rows: Iterable[Decision]) -> None:
-        """Store the norms of a check for the next check."""
-        norms = {row.name: row.norm for row in rows if row.reason != CHANGED}
-        self.norms = self.norms | norms  # a new dict: a state_dict holds the old one
+def _instance(level: Any) -> Any:
+    return level() if isinstance(level, type) and issubclass(level, Compressor) else level
+
+
+LOW, HIGH = 0, 1
+"""Levels of low compression, for critical regimes, and of high compression."""
+
+CHANGED = "level changed in this window"
+FELL = "learning rate fell"
 
 
 # ----------------------------------------------------------------------------------- a cap on bytes
 MEGABYTE = 1e6
 OVER = "over the budget"
 
+Levels = Mapping[str, int]
+Prices = Mapping[str, Sequence[float]]
+"""Bucket -> bytes that a rank sends for it at each level."""
+
 
 class ByteBudget(Observer):
     """Caps the bytes of an exchange, on average over its small batches.
 
-    Args:
-        policy: an `Accordion`. The cap also sets the policy's `first`, `growth` and `alternation`.
-        megabytes: MB (10^6 bytes) that a rank may send per small batch.
+    The cap also sets the policy's `first`, `growth` and `alternation`.
     """
 
-    def __init__(self, policy: Any, megabytes: float) -> None:
+    def __init__(self, policy: Accordion, megabytes: float) -> None:
         if not (check.is_number(megabytes) and megabytes > 0):
             check.refuse(policy, "budget", megabytes, "a number above 0 (MB a step), or None")
         self.policy, self.megabytes = policy, megabytes
-        self._prices: Mapping[str, Sequence[float]] = {}
+        self._prices: Prices = {}
         self._exempt = 0.0  # bytes per exchange of the buckets exempt from the policy
         self._models = 0.0  # bytes per step while models are averaged
 
     def extending(self, exchange: Exchange, buckets: Sequence[Bucket]) -> None:
         """Compute the bytes of each level; refuse tensors that exceed the budget at all levels."""
-        ranks = exchange.communicator.size
-
-        def price(level: Any, bucket: Any) -> float:
-            return bytes_sent(level, bucket.shape, bucket.dtype, ranks)
-
-        prices = {
-            bucket.name: [price(level, bucket) for level in exchange.policy.choices(bucket)]
-            for bucket in buckets
-            if bucket.compress
-        }
-        exempt = [price(exchange.policy.choices(b)[0], b) for b in buckets if not b.compress]
-        models, alternation = 0.0, self.policy.alternation
-        if alternation is not None:
+        ranks, prices, exempt, models = exchange.communicator.size, {}, 0.0, 0.0
+        for bucket in buckets:
+            levels = self.policy.choices(bucket)
+            sent = [bytes_sent(level, bucket.shape, bucket.dtype, ranks) for level in levels]
+            if bucket.compress:
+                prices[bucket.name] = sent
+            else:
+                exempt += sent[0]
+        if self.policy.alternation is not None:
             dense = sum(bucket.dense_bytes for bucket in buckets)
-            models = averaging_share(alternation.method, ranks) * dense
-        self.price(prices, sum(exempt), models)
+            models = averaging_share(self.policy.alternation.method, ranks) * dense
+        self.price(prices, exempt, models)
 
-    def price(
-        self, levels: Mapping[str, Sequence[float]], rest: float, models: float = 0.0
-    ) -> None:
+    def price(self, levels: Prices, rest: float, models: float = 0.0) -> None:
         """Set the bytes that an exchange sends; equal on all ranks.
 
         Args:
@@ -471,8 +409,8 @@ class ByteBudget(Observer):
         """
         self._prices, self._exempt, self._models = levels, rest, models
         growth, alternation = self.policy.growth, self.policy.alternation
-        least, most = self._least(), 1 if growth is None else growth.ratio
-        least = least if alternation is None else min(least, models)
+        most = 1 if growth is None else growth.ratio
+        least = self._least() if alternation is None else min(self._least(), models)
         if least > self._room(most):
             megabytes = f"{math.ceil(least / most) / MEGABYTE:g}"
             allowed = f"at least {megabytes}, the MB that the cheapest levels send, or None"
@@ -484,7 +422,7 @@ class ByteBudget(Observer):
         if alternation is not None and not self.policy.steps:
             alternation.averaging_models = self.allowed(LOW, now) == HIGH
 
-    def cap(self, rows: Sequence[Decision], current: Mapping[str, int], batches: int) -> None:
+    def cap(self, rows: Sequence[Decision], current: Levels, batches: int) -> None:
         """Replace the levels of `rows` that exceed the budget by cheaper ones.
 
         Buckets without a row keep their `current` level. `batches` is the number of small batches
@@ -505,9 +443,7 @@ class ByteBudget(Observer):
         cheaper = LOW if costs[LOW] <= costs[HIGH] else HIGH
         return wanted if costs[wanted] <= self._room(batches) else cheaper
 
-    def _affordable(
-        self, wanted: Mapping[str, int], urgency: Mapping[str, float], batches: int
-    ) -> dict[str, int]:
+    def _affordable(self, wanted: Levels, urgency: Numbers, batches: int) -> dict[str, int]:
         return affordable(wanted, self._prices, urgency, self._room(batches) - self._exempt)
 
     def _least(self) -> float:
@@ -517,12 +453,7 @@ class ByteBudget(Observer):
         return self.megabytes * MEGABYTE * batches
 
 
-def affordable(
-    wanted: Mapping[str, int],
-    prices: Mapping[str, Sequence[float]],
-    urgency: Mapping[str, float],
-    room: float,
-) -> dict[str, int]:
+def affordable(wanted: Levels, prices: Prices, urgency: Numbers, room: float) -> dict[str, int]:
     """Return the wanted levels as far as the budget allows, otherwise the cheapest ones.
 
     Every bucket starts at its cheapest level. Then buckets get their wanted level, the most urgent
@@ -549,26 +480,18 @@ BATCH = "(batch size)"
 class BatchGrowth(Observer):
     """Switches a training from small to large batches, once.
 
-    Args:
-        sizes: (small, large), numbers of examples over all ranks; large is a multiple of small.
-        window: batches in a window; None if not known.
-
     Attributes:
         large: whether batches are large from now on.
         micro_batches: number of small batches in the current exchange, which is also the factor of
             the learning rate in its step.
         loader: whether a data loader gives batches of these sizes. Otherwise, the optimizer
             accumulates small batches.
-
-    Raises:
-        ValueError: if `sizes` is not two positive integers, large is no multiple of small, or a
-            window is shorter than one large batch.
     """
 
     decides_ahead = True
     needed_alone = True
 
-    def __init__(self, owner: Any, sizes: Any, window: int | None) -> None:
+    def __init__(self, owner: Accordion, sizes: Any, window: int | None) -> None:
         pair = tuple(sizes) if isinstance(sizes, (tuple, list)) else ()
         if len(pair) != 2 or not all(check.is_integer(size) and size >= 1 for size in pair):
             check.refuse(owner, "batch_size", sizes, "two positive integers such as (512, 4096)")
@@ -612,21 +535,6 @@ class BatchGrowth(Observer):
         """Return the small batches in each next exchange, if batches are or become `large`."""
         return self.ratio if large and not self.loader else self.micro_batches
 
-    def judge(self, row: Decision, regimes: CriticalRegimes, unclear: bool) -> list[Decision]:
-        """Return the decision about the batch size as a list; empty if there is none.
-
-        `row` has the norm and the learning rate of the entire model; it is filled in. `unclear` is
-        that of `CriticalRegimes.judge`.
-        """
-        if self.large and row.window:
-            return []
-        if self.large:
-            row.level, row.reason = HIGH, OVER
-        else:
-            regimes.judge(row, unclear, LOW)
-        row.compressor = f"{self.sizes[row.level]} examples"
-        return [row] if row.reason else []
-
     def stats(self) -> dict[str, Any]:
         return {"batch_size": self.sizes[0] * self.micro_batches}
 
@@ -654,7 +562,7 @@ class Alternation(Observer):
     decides_ahead = True
     every_step = True
 
-    def __init__(self, policy: Any, method: Averaging) -> None:
+    def __init__(self, policy: Accordion, method: Averaging) -> None:
         self.policy, self.method = policy, method
         self.averaging_models = self.mode_changed = False
         self.equal = True

@@ -8,11 +8,11 @@ gradients' mean to their standard deviation has dropped.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from accordion_hvd import check
 from accordion_hvd.core.base import Compressor
-from accordion_hvd.policies.base import Decision, Seen, Windowed, agree
+from accordion_hvd.policies.base import Decision, Numbers, Seen, Windowed, agree
 from accordion_hvd.policies.evidence import GradientSums
 
 FIRST, FELL, STEADY = "first window", "ratio fell", "ratio steady"
@@ -71,24 +71,20 @@ class AdaQS(Windowed):
         check.integer(self, "probes", probes, least=1)
         if window is not None:
             check.integer(self, "window", window, least=probes + 2)
-        self._levels, self.drop, self.probes = tuple(levels), drop, probes
+        self.drop, self.probes = drop, probes
         self._looked = 0  # gradients of this window measured one by one
         self._energy: dict[str, float] = {}  # the sum of their |gradient|^2
         self._ratios: dict[str, float] = {}  # ratios of the windows in which levels were chosen
-
-    def levels(self, name: str) -> tuple[Compressor, ...]:
-        """Return all levels, from the strongest to the mildest."""
-        return self._levels
 
     def observing(self) -> bool:
         """Return True: every window ends in a decision."""
         return True
 
-    def due(self, lr: Mapping[str, float]) -> bool:
+    def due(self, lr: Numbers) -> bool:
         """Return whether a window has ended, or one of its first gradients is to be measured."""
         return super().due(lr) or self._looked < self._steps <= self.probes
 
-    def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
+    def decide(self, seen: Seen, lr: Numbers) -> list[Decision]:
         """Return a row per layer; within a window, a row holds only the last gradient's norm."""
         sums = seen.get(GradientSums.key, {})
         norms = {name: sums.get(name, math.nan) for name in self.current}
@@ -109,10 +105,8 @@ class AdaQS(Windowed):
         self._looked, self._energy = 0, {}
 
     def __repr__(self) -> str:
-        return (
-            f"AdaQS({list(self._levels)!r}, drop={self.drop!r}, window={self.window!r}, "
-            f"probes={self.probes!r})"
-        )
+        levels = list(self._levels)
+        return self._call(levels, drop=self.drop, window=self.window, probes=self.probes)
 
     def _judge(self, name: str, norm: float, lr: float) -> Decision:
         ratio = self._ratio(self._energy.get(name, math.nan), norm)
@@ -123,11 +117,9 @@ class AdaQS(Windowed):
         elif ratio < self.drop * before:
             reason = FELL if level + 1 < len(self._levels) else MILDEST
             level = min(level + 1, len(self._levels) - 1)
-        compressor = repr(self._levels[level])
-        row = Decision(name, level, self._step, self._epoch, compressor, reason, norm, before)
-        row.lr, row.previous_lr, row.ratio = lr, self._lr[name], ratio
-        row.change = 1 - ratio / before if before else math.nan
-        return row
+        change = 1 - ratio / before if before else math.nan
+        found = {"norm": norm, "previous": before, "ratio": ratio, "change": change}
+        return self._decision(name, level, reason, lr, **found)
 
     def _ratio(self, energy: float, norm: float) -> float:
         """Estimate |m| / s; NaN if the window had too few gradients or a value is not finite.

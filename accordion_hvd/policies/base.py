@@ -7,7 +7,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from accordion_hvd import check
@@ -17,7 +17,10 @@ from accordion_hvd.core.observer import Observers
 from accordion_hvd.policies.evidence import Evidence
 from accordion_hvd.policies.gate import Gate, Gating
 
-Seen = Mapping[str, Mapping[str, float]]
+Numbers = Mapping[str, float]
+"""Bucket -> number, such as its learning rate."""
+
+Seen = Mapping[str, Numbers]
 """Evidence key -> bucket -> number."""
 
 
@@ -38,6 +41,7 @@ class Policy(NotForStockHorovod, abc.ABC):
         scope: the levels' `scope`, on which all levels agree.
         scopes: name pattern -> scope of the tensors that an override of this pattern serves.
         overrides: name pattern -> compressor that serves the matching tensors instead.
+        plain: the compressor of tensors that are exempt from the policy.
         topology_aware: whether a level needs to know which ranks share a host.
         fp16_reduction: whether a level sends nothing but fp16.
         fixed: whether one level serves all the time.
@@ -60,13 +64,15 @@ class Policy(NotForStockHorovod, abc.ABC):
     watches_rates: bool = False
     passes: int = 1
     overrides: Mapping[str, Compressor] = {}
+    plain: Compressor = Dense()
     KEPT: ClassVar[tuple[str, ...]] = ()
+    _levels: tuple[Compressor, ...] = ()  # those that have agreed
 
     def __init__(self) -> None:
         self.history: list[Decision] = []
         self.current: dict[str, int] = {}
+        self._step = 0  # exchanges so far, if the policy counts them; of `Windowed`, batches
         self._bound: Any = None
-        self._plain: Compressor | None = None
 
     # ------------------------------------------------------------------ for subclasses to define
     @abc.abstractmethod
@@ -81,11 +87,11 @@ class Policy(NotForStockHorovod, abc.ABC):
         """Return whether the gradients of this step are evidence for a later decision."""
         return False
 
-    def due(self, lr: Mapping[str, float]) -> bool:
+    def due(self, lr: Numbers) -> bool:
         """Return whether decisions are due before the next exchange; equal on all ranks."""
         return False
 
-    def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
+    def decide(self, seen: Seen, lr: Numbers) -> list[Decision]:
         """Return the decisions of rank 0, without changing the policy.
 
         Args:
@@ -94,12 +100,13 @@ class Policy(NotForStockHorovod, abc.ABC):
         """
         return []
 
-    def tick(self, lr: Mapping[str, float]) -> None:
+    def tick(self, lr: Numbers) -> None:
         """Count the exchange that is about to begin.
 
         Args:
             lr: bucket -> learning rate of that step.
         """
+        self._step += 1
 
     # ------------------------------------------------------------------- common to all policies
     @property
@@ -116,7 +123,7 @@ class Policy(NotForStockHorovod, abc.ABC):
     def choices(self, bucket: Any) -> tuple[Compressor, ...]:
         """Return the compressors that may serve a bucket: the levels, then the gate's fallbacks."""
         if not bucket.compress:
-            return (self.plain() if bucket.size else Dense(),)
+            return (self.plain if bucket.size else Dense(),)
         return self.levels(bucket.name) + (self.gate.fallbacks if self.gate is not None else ())
 
     def choice(self, bucket: Any) -> int:
@@ -154,10 +161,6 @@ class Policy(NotForStockHorovod, abc.ABC):
             ValueError: if an argument is missing.
         """
 
-    def plain(self) -> Compressor:
-        """Return the compressor of tensors that are exempt from the policy."""
-        return self._plain or Dense()
-
     def level(self, name: str) -> int:
         """Return the level of bucket `name` now."""
         return self.current[name]
@@ -194,9 +197,14 @@ class Policy(NotForStockHorovod, abc.ABC):
         """Return the state of a copy, which has the same history but serves no exchange yet."""
         return {**vars(self), "_bound": None}
 
+    def _call(self, *arguments: Any, **named: Any) -> str:
+        """Return the constructor's call with these arguments, the policy's repr."""
+        words = [*map(repr, arguments), *(f"{name}={value!r}" for name, value in named.items())]
+        return f"{type(self).__name__}({', '.join(words)})"
+
 
 def agree(owner: Policy, levels: Sequence[Any], overrides: Mapping[str, Any] | None = None) -> None:
-    """Set the attributes of `owner` that its levels must agree on.
+    """Set the levels of `owner`, and the attributes on which they must agree.
 
     `Dense` and other compressors with `batching = "any"` agree with any scope. Overrides serve
     buckets of their own, and may have the scope "tensor" beside levels of scope "joint", or the
@@ -204,7 +212,7 @@ def agree(owner: Policy, levels: Sequence[Any], overrides: Mapping[str, Any] | N
 
     Args:
         owner: the policy.
-        levels: its levels.
+        levels: its levels, which `Windowed.levels` returns.
         overrides: name pattern -> compressor that serves the matching tensors instead.
 
     Raises:
@@ -233,7 +241,7 @@ def agree(owner: Policy, levels: Sequence[Any], overrides: Mapping[str, Any] | N
     _agree_in_scope(owner, bases, overrides)
     plain = {repr(level): level.plain() or Dense() for level in levels}
     _compare(owner, "the compressor of exempt tensors", plain)
-    owner._plain = levels[0].plain()
+    owner._levels, owner.plain = tuple(bases), levels[0].plain() or Dense()
     owner.topology_aware = any(level.topology_aware for level in levels)
     owner.fp16_reduction = any(level.fp16_reduction for level in levels)
 
@@ -270,6 +278,16 @@ def _takes_any_vector(level: Compressor) -> bool:
     return level.batching == "any" and level.scope == "tensor"
 
 
+def override(overrides: Mapping[str, Compressor], name: str) -> Compressor | None:
+    """Return the compressor of the first pattern that a bucket's first tensor matches.
+
+    The bucket's name is such as "fc.weight", or "fc.weight+2" for three tensors.
+    """
+    tensor, plus, others = name.rpartition("+")
+    pattern = check.first_match(tensor if plus and others.isdigit() else name, overrides)
+    return None if pattern is None else overrides[pattern]
+
+
 # ------------------------------------------------------------------------------- windows of batches
 PATIENCE = 1000
 """Batches after which a policy warns if no window has ended yet and their length is unknown."""
@@ -297,12 +315,16 @@ class Windowed(Policy):
         self.window = window
         self._epoch = 0  # windows ended so far
         self._steps = 0  # batches of the exchanges in this window
-        self._step = 0  # batches of all exchanges
         self._ended = False  # whether end_window has ended this window
         self._by_hand = False  # whether end_window was ever called
         self._lr: dict[str, float] = {}  # learning rates at the start of the window
 
-    def due(self, lr: Mapping[str, float]) -> bool:
+    def levels(self, name: str) -> tuple[Compressor, ...]:
+        """Return the levels of `agree`, or the one override that always serves bucket `name`."""
+        always = override(self.overrides, name)
+        return self._levels if always is None else (always,)
+
+    def due(self, lr: Numbers) -> bool:
         """Return whether a decision is due: at the first exchange after the end of a window.
 
         Only then is the next learning rate known.
@@ -325,7 +347,7 @@ class Windowed(Policy):
         complete = self.window is not None and self._steps >= self.window
         return self._steps > 0 and (self._ended or complete)
 
-    def tick(self, lr: Mapping[str, float]) -> None:
+    def tick(self, lr: Numbers) -> None:
         """Count an exchange; store the learning rates at the start of a window."""
         if Windowed.due(self, lr):
             self._roll()  # the window ended without a decision
@@ -358,6 +380,11 @@ class Windowed(Policy):
         """Apply decisions, and begin the next window."""
         super().apply(decisions)
         self._roll()
+
+    def _decision(self, name: str, level: int, reason: str, lr: float, **found: Any) -> Decision:
+        """Return the row about bucket `name` at the end of this window."""
+        row = Decision(name, level, self._step, self._epoch, repr(self._levels[level]), reason)
+        return replace(row, lr=lr, previous_lr=self._lr.get(name, math.nan), **found)
 
     def _roll(self) -> None:
         beyond = 0 if self._ended or self.window is None else self._steps % self.window

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from accordion_hvd import check
 from accordion_hvd.core.base import Allreduce, Compressor
 from accordion_hvd.ops import count_sketch, random
 from accordion_hvd.policies.accordion import HIGH, LOW
-from accordion_hvd.policies.base import Decision, Seen, Windowed, agree
+from accordion_hvd.policies.base import Decision, Numbers, Seen, Windowed, agree
 from accordion_hvd.policies.evidence import Evidence, Reading, weight_norms
 
 if TYPE_CHECKING:
@@ -49,8 +48,15 @@ class RelativeResidual(Evidence):
         if exchange.communicator.rank:
             return {}
         norms, weights = np.linalg.norm(mean, axis=1).tolist(), weight_norms(exchange)
-        effects = zip(_gains(exchange, entries).items(), norms, strict=True)
-        return {name: _ratio(gain * norm, weights[name]) for (name, gain), norm in effects}
+        tensors = [[exchange.tensors[i].name for i in e.bucket.members] for e in entries]
+        gains = exchange.gains([name for names in tensors for name in names])
+        ratios = {}
+        for entry, names, norm in zip(entries, tensors, norms, strict=True):
+            effect = statistics.fmean(gains[name] for name in names) * norm
+            size = weights[entry.bucket.name]
+            without = math.inf if effect else 0.0  # weights that are all zero
+            ratios[entry.bucket.name] = effect / size if size else without
+        return ratios
 
     def _sketch(self, exchange: Exchange, entry: BucketState) -> Any:
         """Return the count sketch of this rank's residual; zeros if there is no residual."""
@@ -101,44 +107,28 @@ class Displacement(Windowed):
     ) -> None:
         super().__init__(window)
         agree(self, [low, high])
-        if not (check.is_number(bound) and bound > 0):
-            check.refuse(self, "bound", bound, "a number above 0")
-        check.ratio(self, "release", release)
+        check_bounds(self, bound, release)
         self.low, self.high, self.bound, self.release = low, high, bound, release
 
-    def levels(self, name: str) -> tuple[Compressor, ...]:
-        return self.low, self.high
-
-    def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
+    def decide(self, seen: Seen, lr: Numbers) -> list[Decision]:
         ratios = seen.get(RelativeResidual.key, {})
         displacements = {name: lr[name] * ratios.get(name, math.nan) for name in self.current}
-        return [self._judge(name, d, lr) for name, d in displacements.items()]
+        return [self._judge(name, d, lr[name]) for name, d in displacements.items()]
 
     def __repr__(self) -> str:
-        return (
-            f"Displacement(low={self.low!r}, high={self.high!r}, bound={self.bound!r}, "
-            f"release={self.release!r}, window={self.window!r})"
-        )
+        bounds = {"bound": self.bound, "release": self.release}
+        return self._call(low=self.low, high=self.high, **bounds, window=self.window)
 
-    def _judge(self, name: str, displacement: float, lr: Mapping[str, float]) -> Decision:
+    def _judge(self, name: str, displacement: float, lr: float) -> Decision:
         level, reason = self.current[name], "between the bounds"
         if not displacement <= self.bound:  # also if NaN
             level, reason = LOW, "displaced"
         elif displacement < self.release * self.bound:
             level, reason = HIGH, "not displaced"
-        compressor = repr(self.levels(name)[level])
-        row = Decision(name, level, self._step, self._epoch, compressor, reason, displacement)
-        row.lr, row.previous_lr = lr[name], self._lr.get(name, math.nan)
-        return row
+        return self._decision(name, level, reason, lr, norm=displacement)
 
 
-def _gains(exchange: Exchange, entries: Sequence[BucketState]) -> dict[str, float]:
-    tensors = {e.bucket.name: [exchange.tensors[i].name for i in e.bucket.members] for e in entries}
-    gains = exchange.gains([name for names in tensors.values() for name in names])
-    return {
-        bucket: statistics.fmean(gains[name] for name in names) for bucket, names in tensors.items()
-    }
-
-
-def _ratio(residual: float, weights: float) -> float:
-    return residual / weights if weights else (math.inf if residual else 0.0)
+def check_bounds(owner: Any, bound: Any, release: Any) -> None:
+    if not (check.is_number(bound) and bound > 0):
+        check.refuse(owner, "bound", bound, "a number above 0")
+    check.ratio(owner, "release", release)

@@ -169,10 +169,9 @@ class GradientSums(Evidence):
     def read(self, exchange: Exchange) -> Reading:
         yield from ()
         norms = {}
-        for entry in exchange.bucket_states:
-            if (tensor := entry.evidence.get(self.key)) is not None:
-                sums = tensor[0] if self._sketched(entry) else tensor
-                norms[entry.bucket.name] = exchange.xp.norm(sums)
+        for entry, tensor in kept(exchange, self):
+            sums = tensor[0] if self._sketched(entry) else tensor
+            norms[entry.bucket.name] = exchange.xp.norm(sums)
         return numbers(exchange, norms)
 
 
@@ -232,9 +231,9 @@ class CompressionError(Evidence):
         """Return the relative errors; 0 if all gradients were zero."""
         yield from ()
         errors = {}
-        for name, sums in kept(exchange, self):
+        for entry, sums in kept(exchange, self):
             total, lost = exchange.xp.to_numpy(sums).tolist()
-            errors[name] = (lost / total) ** 0.5 if total else 0.0
+            errors[entry.bucket.name] = (lost / total) ** 0.5 if total else 0.0
         return errors
 
 
@@ -284,12 +283,11 @@ def weight_norms(exchange: Exchange) -> dict[str, float]:
     return numbers(exchange, norms)
 
 
-def kept(exchange: Exchange, evidence: Evidence) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the accumulated tensor of each bucket that has one."""
+def kept(exchange: Exchange, evidence: Evidence) -> Iterator[tuple[BucketState, Tensor]]:
+    """Yield each bucket that has an accumulated tensor, and the tensor."""
     for entry in exchange.bucket_states:
-        tensor = entry.evidence.get(evidence.key)
-        if tensor is not None:
-            yield entry.bucket.name, tensor
+        if evidence.key in entry.evidence:
+            yield entry, entry.evidence[evidence.key]
 
 
 def numbers(exchange: Exchange, scalars: Mapping[str, Tensor]) -> dict[str, float]:

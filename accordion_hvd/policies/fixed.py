@@ -1,20 +1,22 @@
-"""Policies that look at no gradient: one compressor, a schedule of epochs, a warm-up."""
+"""Policies that look at no gradient: one compressor, schedules of epochs, a warm-up, a replay."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from accordion_hvd import averaging, check, compressors
+from accordion_hvd.compressors.dense import Dense
+from accordion_hvd.compressors.scalecom import ScaleCom
 from accordion_hvd.core import spec_strings
 from accordion_hvd.core.base import Compressor
 from accordion_hvd.core.observer import Observers
 from accordion_hvd.policies import base
-from accordion_hvd.policies.base import Decision, Policy, Seen, Windowed, agree
+from accordion_hvd.policies.base import Decision, Numbers, Policy, Seen, Windowed, agree, override
 from accordion_hvd.policies.evidence import StateNorms
 from accordion_hvd.policies.gate import Gate, as_gate
 from accordion_hvd.policies.privacy_accountant import PrivacyAccountant
@@ -64,19 +66,8 @@ class Fixed(Policy):
             self.compressor.budget.load_state_dict(state)
 
     def __repr__(self) -> str:
-        more = f", overrides={self.overrides!r}" if self.overrides else ""
-        more += f", gate={self.gate!r}" if self.gate else ""
-        return f"Fixed({self.compressor!r}{more})"
-
-
-def override(overrides: Mapping[str, Compressor], name: str) -> Compressor | None:
-    """Return the compressor of the first pattern that a bucket's first tensor matches.
-
-    The bucket's name is such as "fc.weight", or "fc.weight+2" for three tensors.
-    """
-    tensor, plus, others = name.rpartition("+")
-    pattern = check.first_match(tensor if plus and others.isdigit() else name, overrides)
-    return None if pattern is None else overrides[pattern]
+        more = {"overrides": self.overrides, "gate": self.gate}
+        return self._call(self.compressor, **{name: value for name, value in more.items() if value})
 
 
 class StepSchedule(Windowed):
@@ -105,26 +96,99 @@ class StepSchedule(Windowed):
         self.schedule = {key: schedule[key] for key in sorted(schedule)}
         agree(self, list(self.schedule.values()))
 
-    def levels(self, name: str) -> tuple[Compressor, ...]:
-        return tuple(self.schedule.values())
-
     def start(self, name: str) -> int:
         return self._level_in(self._epoch)
 
-    def due(self, lr: Mapping[str, float]) -> bool:
+    def due(self, lr: Numbers) -> bool:
         """Return whether a window has ended and the next one changes the compressor."""
         return super().due(lr) and self._epoch + 1 in self.schedule
 
-    def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
+    def decide(self, seen: Seen, lr: Numbers) -> list[Decision]:
         level = self._level_in(self._epoch + 1)
-        common = level, self._step, self._epoch, repr(self.levels("")[level]), "schedule"
+        common = level, self._step, self._epoch, repr(self._levels[level]), "schedule"
         return [Decision(name, *common, lr=lr[name]) for name in self.current]
 
     def __repr__(self) -> str:
-        return f"StepSchedule({self.schedule!r}, window={self.window!r})"
+        return self._call(self.schedule, window=self.window)
 
     def _level_in(self, window: int) -> int:
         return sum(1 for key in self.schedule if key <= window) - 1
+
+
+LARGE_BATCH_BETA = 0.1
+
+
+class ScaleComRecipe(StepSchedule):
+    """Trains with ScaleCom as in its paper.
+
+    All gradients are averaged without compression in the first epochs, and those of the first layer
+    always. Then `ScaleCom` compresses each other layer at the rate that the paper recommends for
+    its FLOPs per gradient element (`ScaleCom.guided`).
+
+    Args:
+        first: name patterns of the first layer's tensors, such as ["conv1.*"].
+        flops: name pattern -> FLOPs per gradient element and step of one rank, forward and backward
+            pass; the first pattern that matches counts. The paper computes them for 32 examples
+            per rank. Layers that match no pattern, such as dense and recurrent layers with few
+            FLOPs per element, are compressed 400 times. Default: no patterns.
+        large_batch: whether batch size and learning rate are scaled up: beta is then 0.1 instead
+            of 1. Default: False.
+        dense: number of windows (epochs) without compression; the paper uses about 5, less than a
+            tenth of the training. Default: 5.
+        window: batches in a window. In Keras, callbacks set it; in PyTorch, pass it or call
+            `optimizer.end_window()` after each epoch.
+
+    Attributes:
+        history: one row per compressed layer, at the end of the uncompressed epochs.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        first: Sequence[str],
+        flops: Mapping[str, float] | None = None,
+        *,
+        large_batch: bool = False,
+        dense: int = 5,
+        window: int | None = None,
+    ) -> None:
+        check.integer(self, "dense", dense, least=0)
+        if not isinstance(large_batch, bool):
+            check.refuse(self, "large_batch", large_batch, "True or False")
+        if not (isinstance(first, (list, tuple)) and all(isinstance(x, str) for x in first)):
+            check.refuse(self, "first", first, 'a list of name patterns, such as ["conv1.*"]')
+        check.mapping(self, "flops", flops)
+        self.first, self.flops = list(first), dict(flops or {})
+        self.large_batch, self.dense = large_batch, dense
+        beta = LARGE_BATCH_BETA if large_batch else 1.0
+        self._layers = {k: ScaleCom.guided(v, beta=beta) for k, v in self.flops.items()}
+        self._others = ScaleCom.guided(0, beta=beta)
+        super().__init__({0: Dense(), dense: self._others}, window=window)
+
+    def levels(self, name: str) -> tuple[Compressor, ...]:
+        """Return (Dense,) for the first layer; for others Dense, if it serves, and ScaleCom."""
+        if check.matches(name, self.first):
+            return (Dense(),)
+        pattern = check.first_match(name, self._layers)
+        compressed = self._others if pattern is None else self._layers[pattern]
+        return (Dense(), compressed) if self.dense else (compressed,)
+
+    def start(self, name: str) -> int:
+        return min(super().start(name), len(self.levels(name)) - 1)
+
+    def decide(self, seen: Seen, lr: Numbers) -> list[Decision]:
+        """Return a row per layer that is compressed from now on."""
+        return [
+            replace(row, compressor=repr(self.levels(row.name)[row.level]))
+            for row in super().decide(seen, lr)
+            if row.level < len(self.levels(row.name))
+        ]
+
+    def __repr__(self) -> str:
+        options = {"large_batch": self.large_batch, "dense": self.dense, "window": self.window}
+        return self._call(self.first, self.flops, **options)
 
 
 STABLE = 0.96
@@ -163,14 +227,13 @@ class WarmUp(Policy):
         if not hasattr(then, "betas"):
             check.refuse(self, "then", then, "an update rule with betas, such as OnebitAdam()")
         self._span = max(LOOKS, round(1 / (1 - then.betas[1])))
-        self._step = 0  # exchanges so far
         self._done = steps == 0
         self._sums: list[float] = []  # |v|_1 at the last checks
         self._lr: list[dict[str, float]] = []  # learning rates at the last checks
         self._late: dict[str, int] = {}  # tensors in first stages of their own -> the last step
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
-        return self.first, self.then
+        return self._levels
 
     def start(self, name: str) -> int:
         """Return 0, the first stage; 1 if it has no steps."""
@@ -179,7 +242,7 @@ class WarmUp(Policy):
             self._late[name] = self._step + own
         return int(self.steps == 0)
 
-    def due(self, lr: Mapping[str, float]) -> bool:
+    def due(self, lr: Numbers) -> bool:
         """Return whether the first stage is over, or with "auto" whether a check is due."""
         if self._done or self._step in self._late.values():
             return self._step in self._late.values()
@@ -187,10 +250,7 @@ class WarmUp(Policy):
             return self._step > 0 and self._step % (self._span // LOOKS) == 0
         return self._step == self.steps
 
-    def tick(self, lr: Mapping[str, float]) -> None:
-        self._step += 1
-
-    def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
+    def decide(self, seen: Seen, lr: Numbers) -> list[Decision]:
         """Return a row per tensor; `norm` is the tensor's |v|_1."""
         norms, reason = seen.get(StateNorms.key, {}), ""
         late = [name for name, last in self._late.items() if last == self._step]
@@ -206,7 +266,7 @@ class WarmUp(Policy):
             if steady and not self._rising(lr):
                 reason = "variance stable"
         level = int(bool(reason))
-        common = level, self._step, 0, repr(self.levels("")[level]), reason
+        common = level, self._step, 0, repr(self._levels[level]), reason
         return [Decision(name, *common, norms.get(name, 0.0), lr=lr[name]) for name in names]
 
     def apply(self, decisions: Any) -> None:
@@ -220,9 +280,9 @@ class WarmUp(Policy):
         self._lr = [*self._lr[1 - LOOKS :], {row.name: row.lr for row in decisions}]
 
     def __repr__(self) -> str:
-        return f"WarmUp({self.first!r}, {self.then!r}, steps={self.steps!r})"
+        return self._call(self.first, self.then, steps=self.steps)
 
-    def _rising(self, lr: Mapping[str, float]) -> bool:
+    def _rising(self, lr: Numbers) -> bool:
         return any(lr[name] > rates.get(name, lr[name]) for rates in self._lr for name in lr)
 
 
@@ -265,14 +325,15 @@ class Replay(Policy):
         if not rows:
             raise ValueError("Replay: the history is empty; give Accordion.history of a run.")
         self._rows = base.read([{"level": 0, **row} for row in rows])
-        self._levels: dict[str, list[Compressor]] = {}
+        self._served: dict[str, list[Compressor]] = {}  # compressors of each layer
+        table = spec_strings.table(compressors, averaging)
         for decided in self._rows:
-            levels = self._levels.setdefault(decided.name, [])
-            level = _read(decided.compressor)
+            levels = self._served.setdefault(decided.name, [])
+            level = spec_strings.parse(decided.compressor, table)
             if level not in levels:
                 levels.append(level)
-        agree(self, [level for levels in self._levels.values() for level in levels])
-        self._step = 0
+            decided.level = levels.index(level)
+        agree(self, [level for levels in self._served.values() for level in levels])
 
     def _load(self, path: Path) -> Any:
         try:
@@ -283,24 +344,16 @@ class Replay(Policy):
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
         """Return the compressors that served in the recorded run; ValueError if it has no row."""
-        if name not in self._levels:
-            known = ", ".join(sorted(self._levels))
+        if name not in self._served:
+            known = ", ".join(sorted(self._served))
             raise ValueError(f"Replay: the history has no layer {name!r}; it has {known}.")
-        return tuple(self._levels[name])
+        return tuple(self._served[name])
 
-    def due(self, lr: Mapping[str, float]) -> bool:
+    def due(self, lr: Numbers) -> bool:
         return any(row.step == self._step for row in self._rows)
 
-    def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
-        now = [row for row in self._rows if row.step == self._step and row.name in self.current]
-        return [replace(r, level=self._levels[r.name].index(_read(r.compressor))) for r in now]
-
-    def tick(self, lr: Mapping[str, float]) -> None:
-        self._step += 1
+    def decide(self, seen: Seen, lr: Numbers) -> list[Decision]:
+        return [row for row in self._rows if row.step == self._step and row.name in self.current]
 
     def __repr__(self) -> str:
         return f"Replay(<{len(self._rows)} rows>)"
-
-
-def _read(text: str) -> Compressor:
-    return spec_strings.parse(text, spec_strings.table(compressors, averaging))

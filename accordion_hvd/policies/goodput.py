@@ -13,8 +13,8 @@ from accordion_hvd import check
 from accordion_hvd.compressors.dense import BF16, FP16, Dense
 from accordion_hvd.core.base import Allreduce, Compressor, Tensor
 from accordion_hvd.ops import namespace
-from accordion_hvd.policies.base import Decision, Seen, Windowed, agree
-from accordion_hvd.policies.displacement import BOUND, RELEASE, RelativeResidual
+from accordion_hvd.policies.base import Decision, Numbers, Seen, Windowed, agree
+from accordion_hvd.policies.displacement import BOUND, RELEASE, RelativeResidual, check_bounds
 from accordion_hvd.policies.evidence import Evidence, Reading, Step
 from accordion_hvd.policies.gate import Gate, as_gate
 
@@ -72,7 +72,7 @@ class Efficiency(Evidence):
     def before(self, kept: Tensor, step: Step) -> Tensor:
         """Add the products of a gradient with g and u; the gradient is the next g."""
         xp, sample = namespace(kept), _sample(step.grad, step)
-        g, u, one, other, sums = _parts(kept, step, step.grad)
+        g, u, one, other, sums = _parts(kept, sample)
         own, sent = (xp.reshape(xp.inner_products(sample, x), (-1, 1)) for x in (g, u))
         sums = sums + xp.concat([own, sent, own * own, own * 0 + 1.0], 1)
         other = other + sample[:, :: _stride(xp.shape(sample)[1], FEW)]  # they change places
@@ -80,9 +80,9 @@ class Efficiency(Evidence):
 
     def after(self, kept: Tensor, step: Step) -> Tensor:
         """Store the mean as the next u."""
-        xp = namespace(kept)
-        g, _, *rest = _parts(kept, step, step.mean)
-        return xp.reshape(xp.concat([g, _sample(step.mean, step), *rest], 1), xp.shape(kept))
+        xp, sample = namespace(kept), _sample(step.mean, step)
+        g, _, *rest = _parts(kept, sample)
+        return xp.reshape(xp.concat([g, sample, *rest], 1), xp.shape(kept))
 
     def read(self, exchange: Exchange) -> Reading:
         """Return the efficiency of each bucket with significant sums; one allreduce."""
@@ -135,11 +135,8 @@ def _significant(exchange: Exchange) -> Any:
 def _inequality(steps: float, product: float, length: int, few: int) -> float:
     """Return the part of the sum of <g', g> that is due to the differences between the ranks.
 
-    Args:
-        steps: number of steps of the window.
-        product: product of the sums of gradients of every other step, without their means.
-        length: number of elements of the sample.
-        few: number of its elements in the product.
+    `product` is that of the sums of gradients of every other step, without their means, over `few`
+    of the `length` elements of the sample.
     """
     pairs = (steps + 1) // 2 * (steps // 2)
     return (steps - 1) * product / pairs * length / few if pairs else 0.0
@@ -155,12 +152,11 @@ def _stride(size: int, most: int = SAMPLE) -> int:
     return max(1, -(-size // most))
 
 
-def _parts(kept: Tensor, step: Step, like: Tensor) -> tuple[Tensor, ...]:
+def _parts(kept: Tensor, sample: Tensor) -> tuple[Tensor, ...]:
     """Return g, u, the two sums of gradients and the other sums, with a row per bucket."""
-    xp = namespace(kept)
-    rows = xp.reshape(kept, (step.buckets or 1, -1))
-    length, few = _lengths(xp.shape(xp.reshape(like, (step.buckets or 1, -1)))[1])
-    ends = [0, length, 2 * length, 2 * length + few, 2 * (length + few), 2 * (length + few) + SUMS]
+    buckets, length = namespace(kept).shape(sample)
+    rows, few = namespace(kept).reshape(kept, (buckets, -1)), _lengths(length)[1]
+    ends = itertools.accumulate([0, length, length, few, few, SUMS])
     return tuple(rows[:, begin:end] for begin, end in itertools.pairwise(ends))
 
 
@@ -235,14 +231,11 @@ class Goodput(Windowed):
     ) -> None:
         super().__init__(window)
         if not isinstance(levels, Sequence) or isinstance(levels, str) or len(levels) < 2:
-            check.refuse(
-                self, "levels", levels, "two or more compressors such as [Dense(), PowerSGD(4)]"
-            )
+            allowed = "two or more compressors such as [Dense(), PowerSGD(4)]"
+            check.refuse(self, "levels", levels, allowed)
         agree(self, list(levels))
-        if not (check.is_number(bound) and bound > 0):
-            check.refuse(self, "bound", bound, "a number above 0")
-        check.ratio(self, "release", release)
-        self._levels, self.bound, self.release = tuple(levels), bound, release
+        check_bounds(self, bound, release)
+        self.bound, self.release = bound, release
         self.fp16_reduction = self._levels[self.start("")].fp16_reduction  # later, the gate chooses
         self.gate = as_gate(self, Gate(fallbacks=self._levels[-2::-1]))
         assert self.gate is not None
@@ -252,10 +245,6 @@ class Goodput(Windowed):
         self._progress: dict[str, list[list[float]]] = {}
         # bucket -> for each level the sums of efficiency x weight and of weights; [] if unknown
 
-    def levels(self, name: str) -> tuple[Compressor, ...]:
-        """Return all levels, from the mildest to the strongest."""
-        return self._levels
-
     def start(self, name: str) -> int:
         """Return the mildest level that is not nearly exact, or the strongest level."""
         lossy = [i for i, x in enumerate(self._levels) if not isinstance(x, NEARLY_EXACT)]
@@ -264,9 +253,8 @@ class Goodput(Windowed):
     def serving(self, name: str) -> int:
         """Return the level that serves bucket `name`, which the gate may have made milder."""
         assert self.gate is not None
-        count = len(self._levels)
-        choice = self.gate.level(name, self.current[name], count)
-        return choice if choice < count else 2 * count - 2 - choice
+        number = self.gate.assignment.get(name, 0)
+        return len(self._levels) - 1 - number if number else self.current[name]
 
     def observing(self) -> bool:
         """Return whether this step is evidence of the efficiency: not in the gate's trials."""
@@ -289,14 +277,14 @@ class Goodput(Windowed):
         progress = (w * self._efficiency(name, levels[name]) for name, w in weights.items())
         return sum(progress) / total
 
-    def tick(self, lr: Mapping[str, float]) -> None:
+    def tick(self, lr: Numbers) -> None:
         """Count an exchange; windows begin after the gate's trials, in which other levels serve."""
         super().tick(lr)
         assert self.gate is not None
         if not self.gate.decided:
             self._steps = 0
 
-    def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
+    def decide(self, seen: Seen, lr: Numbers) -> list[Decision]:
         ratios = seen.get(RelativeResidual.key, {})
         rows = [self._judge(name, ratios.get(name, math.nan), lr[name]) for name in self.current]
         weights, found = seen.get(EfficiencyWeights.key, {}), seen.get(Efficiency.key, {})
@@ -325,10 +313,8 @@ class Goodput(Windowed):
         self.gate.rejudge()
 
     def __repr__(self) -> str:
-        return (
-            f"Goodput({list(self._levels)!r}, bound={self.bound!r}, release={self.release!r}, "
-            f"window={self.window!r})"
-        )
+        bounds = {"bound": self.bound, "release": self.release}
+        return self._call(list(self._levels), **bounds, window=self.window)
 
     @property
     def _tries(self) -> bool:
@@ -360,9 +346,7 @@ class Goodput(Windowed):
             reason = "a milder level is better"
         elif displacement < self.release * self.bound:
             level, reason = self._stronger(name, limit, lr)
-        row = Decision(name, level, self._step, self._epoch, repr(self._levels[level]), reason)
-        row.norm, row.lr, row.previous_lr = displacement, lr, self._lr.get(name, math.nan)
-        return row
+        return self._decision(name, level, reason, lr, norm=displacement)
 
     def _stronger(self, name: str, limit: int, lr: float) -> tuple[int, str]:
         """Return the next stronger level if it exists and may be tried, and the reason."""

@@ -69,7 +69,7 @@ def test_a_policy_in_a_word() -> None:
     policy = parse("accordion:low=powersgd(4),high=powersgd,threshold=0.3,window=10")
     assert isinstance(policy, Accordion)
     assert (policy.low, policy.high) == (PowerSGD(4), PowerSGD())
-    assert (policy.regimes.threshold, policy.window) == (0.3, 10)
+    assert (policy.threshold, policy.window) == (0.3, 10)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_the_command_line_overrides(tmp_path: Path) -> None:
     found = settings("--config", str(path), "--compression", "topk:0.01")
     assert repr(found.policy()) == "Fixed(TopK(ratio=0.01))"
     found = settings("--config", str(path), "--compression.interval", "2")
-    assert found.policy().regimes.interval == 2  # type: ignore[union-attr]
+    assert found.policy().interval == 2  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,7 @@ def check_fitting_again_traces_nothing_anew() -> None:
     model.compile(opt, loss="mae", jit_compile=False)
     train(2)
     assert made.count == 2, made.count
-    policy.regimes.threshold = math.inf  # nothing is critical: other levels from the next window on
+    policy.threshold = math.inf  # nothing is critical: other levels from the next window on
     train(6)
     assert made.count == 3, made.count
     assert {r["compressor"] for r in policy.history[-2:]} == {"TopK(ratio=0.02)"}

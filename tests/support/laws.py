@@ -465,7 +465,7 @@ def made(function: Callable[[Any], Any], value: Any) -> Any:
 def weights_of(world: World, gradients: Sequence[Mapping[str, Any]]) -> list[dict[str, np.ndarray]]:
     """Return each rank's weights, equal before the first step; [] if no method reads weights."""
     policy = world._policies[0]
-    levels = (*policy.levels("w"), policy.plain()) if policy.output == "update" else ()
+    levels = (*policy.levels("w"), policy.plain) if policy.output == "update" else ()
     if not any(level.needs_weights for level in levels):
         return []
     kept = vars(world).setdefault("weights", [])
