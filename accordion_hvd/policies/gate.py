@@ -63,13 +63,37 @@ class Cost:
         return self.fallbacks.get(option, self.dense * (0.5 if _loss(option) else 1.0))
 
 
-@dataclass
 class _Trials:
-    seconds: dict[str, list[float]] = field(default_factory=dict)  # option -> median of each trial
-    skipped: dict[str, float] = field(default_factory=dict)  # option -> lower bound of seconds
-    costs: dict[str, Cost] = field(default_factory=dict)
-    mix: dict[str, int] = field(default_factory=dict)  # assignment of the mixture
-    best: str = ""
+    """Measurements of the options under the levels that the policy wants.
+
+    An option is `WANTED`, `MIX` or a fallback's repr.
+    """
+
+    def __init__(self, names: Mapping[str, str], fallbacks: Sequence[str]) -> None:
+        self.names, self.fallbacks = names, fallbacks  # bucket -> wanted compressor; the fallbacks
+        self.seconds: dict[str, list[float]] = {}  # option -> median of each trial
+        self.skipped: dict[str, float] = {}  # option -> lower bound of seconds
+        self.costs: dict[str, Cost] = {}
+        self.best = ""
+        ranks = {name: _rank(wanted, fallbacks) for name, wanted in names.items()}
+        self.assigned: dict[str, dict[str, int]] = {WANTED: {}, MIX: {}}  # option -> assignment
+        for fallback in fallbacks:
+            lossier = (name for name in names if ranks[name] > _rank(fallback, fallbacks))
+            number = 1 + fallbacks.index(fallback)
+            self.assigned[fallback] = dict.fromkeys(sorted(lossier), number)
+
+    def served(self, option: str) -> tuple[str, ...]:
+        """Return the compressor that serves each bucket under an option."""
+        served = {k: self.fallbacks[number - 1] for k, number in self.assigned[option].items()}
+        return tuple({**self.names, **served}.values())
+
+    def price(self, fallback: str) -> float:
+        """Estimate the seconds per byte in this job, overlap included, from two options' times."""
+        costs = self.costs.values()
+        saved_bytes = sum(cost.with_fallback(fallback) - cost.sent for cost in costs)
+        work = sum(cost.seconds for cost in costs)
+        saved = min(self.seconds[fallback]) - min(self.seconds[WANTED])
+        return max(0.0, saved + work) / saved_bytes if saved_bytes > 0 else 0.0
 
 
 class Gate:
@@ -116,6 +140,7 @@ class Gate:
         self.efficiency: Callable[[Mapping[str, int]], float] = _equal
         self.link: Link | None = None
         self.assignment: dict[str, int] = {}  # bucket -> 1 + index of the fallback that serves it
+        self._options = [repr(fallback) for fallback in self.fallbacks]
         self._option = ""  # the option on trial
         self._until = 0  # the step of the next decision
         self._probes = True  # whether that decision starts with measuring the link
@@ -126,7 +151,7 @@ class Gate:
         self._times: dict[tuple[str, ...], list[float]] = {}
         # compressor of each bucket -> median seconds of each trial; shared between patterns
         self._clock = StepTimes(every)
-        self._judged = _Trials()
+        self._judged = _Trials({}, self._options)
         self._usual = math.nan  # seconds per step in the first steps after the verdict
 
     # --------------------------------------------------------------------- queries of the exchange
@@ -139,17 +164,13 @@ class Gate:
         """Return whether to decide before exchange number `step`; equal on all ranks."""
         if self._pattern is None:
             return bool(wanted) and step >= WARM
-        if self._rejudges and not self._option:
-            return True
-        return step >= self._until or tuple(wanted.items()) != self._pattern
+        changed = tuple(wanted.items()) != self._pattern
+        return changed or step >= self._until or (self._rejudges and not self._option)
 
     def probes(self, wanted: Mapping[str, int]) -> bool:
         """Return whether a decision starts with measuring the link; equal on all ranks."""
-        return self._pattern is None or (
-            self._probes
-            and not (self._option or self._rejudges)
-            and tuple(wanted.items()) == self._pattern
-        )
+        idle = not (self._option or self._rejudges) and tuple(wanted.items()) == self._pattern
+        return self._pattern is None or (self._probes and idle)
 
     @property
     def decided(self) -> bool:
@@ -167,10 +188,6 @@ class Gate:
         """Start all trials again from the next step on. Call it on all ranks."""
         self._forget()
         self._pattern, self._option, self.link = None, "", None
-
-    @property
-    def fp16_reduction(self) -> bool:
-        return any(fallback.fp16_reduction for fallback in self.fallbacks)
 
     @property
     def measuring(self) -> bool:
@@ -200,17 +217,17 @@ class Gate:
             link: the link as measured just now; None if it was not measured.
             startup_steps: steps that the wanted compressors still need before a fair measurement.
         """
-        pattern = tuple(wanted.items())
-        if link is not None:
+        pattern, times = tuple(wanted.items()), self._clock.times
+        if link:
             self._measured = step
-        if link is not None and self._has_changed(link):
+        if link and self._has_changed(link):
             self._forget()
         elif not self._option and self._pattern == pattern:
             if self._rejudges:
-                return self._choose_again(step, names, startup_steps)
-            if math.isnan(self._usual) and self._clock.times:
-                self._usual = statistics.median(self._clock.times)
-            if link is None and self._is_slower_or_faster():
+                return self._choose_again(step, self._trials(pattern, names), startup_steps)
+            if math.isnan(self._usual) and times:
+                self._usual = statistics.median(times)
+            if not link and self._has_changed(link):
                 return {"until": step, "probes": True, "keep": True}
             return self._wait(step) | {"keep": True}
         self.link = link or self.link
@@ -218,45 +235,40 @@ class Gate:
             self._option = ""
         trials = self._trials(pattern, names)
         if self._option and not (self._option == WANTED and startup_steps):
-            seconds = statistics.median(self._clock.times[-self.steps :])
-            served = self._served(self._option, trials, names)
-            times = trials.seconds.setdefault(self._option, self._times.setdefault(served, []))
-            times.append(seconds)
+            seconds = statistics.median(times[-self.steps :])
+            shared = self._times.setdefault(trials.served(self._option), [])
+            trials.seconds.setdefault(self._option, shared).append(seconds)
             self.trial_steps += self.steps + 2
             self.trial_seconds += (self.steps + 2) * seconds
             if self._option == WANTED:
                 trials.costs = dict(costs)
-        return self._next(step, trials, names, startup_steps)
+        return self._next(step, trials, startup_steps)
 
     def apply(self, decision: Mapping[str, Any], wanted: Mapping[str, int]) -> bool:
         """Apply a decision of rank 0. Returns whether levels may have changed."""
         rejudged, self._rejudges = self._rejudges, False
         self._until, self._probes = decision["until"], decision.get("probes", True)
         self.verdict = decision.get("verdict") or self.verdict
-        if rejudged and decision.get("keep"):
-            return False
-        self._clock.restart()
-        if decision.get("keep"):
-            return False
-        self._pattern = tuple(wanted.items())
-        self._option = decision["option"]
-        self.assignment = dict(decision["assignment"])
-        return True
+        keep = decision.get("keep", False)
+        if not (rejudged and keep):
+            self._clock.restart()
+        if not keep:
+            self._pattern = tuple(wanted.items())
+            self._option = decision["option"]
+            self.assignment = dict(decision["assignment"])
+        return not keep
 
     def _wait(self, step: int) -> dict[str, Any]:
         """Return the step of the next decision, and whether that measures the link."""
         remeasure = self._measured + self.every
         return {"until": min(step + CHECK, remeasure), "probes": step + CHECK >= remeasure}
 
-    def _is_slower_or_faster(self) -> bool:
-        """Return whether the time of a step has changed since the verdict."""
+    def _has_changed(self, link: Link | None) -> bool:
+        """Return whether the link has changed, or the time of a step since the verdict."""
+        if link and (self.link is None or _changed(link.bandwidth, self.link.bandwidth)):
+            return True
         times = self._clock.times
         return bool(times) and _changed(statistics.median(times), self._usual)
-
-    def _has_changed(self, link: Link) -> bool:
-        if self.link is None or _changed(link.bandwidth, self.link.bandwidth):
-            return True
-        return self._is_slower_or_faster()
 
     def _forget(self) -> None:
         self._known.clear()
@@ -265,97 +277,70 @@ class Gate:
     def _trials(self, pattern: tuple[tuple[str, int], ...], names: Mapping[str, str]) -> _Trials:
         """Return the measurements of this pattern; other patterns tell the times of fallbacks."""
         if pattern not in self._known:
-            trials = self._known[pattern] = _Trials()
-            for option in map(repr, self.fallbacks):
-                times = self._times.get(self._served(option, trials, names))
-                if times:
-                    trials.seconds[option] = times
+            trials = self._known[pattern] = _Trials(names, self._options)
+            known = {option: self._times.get(trials.served(option)) for option in self._options}
+            trials.seconds = {option: times for option, times in known.items() if times}
         return self._known[pattern]
 
-    def _served(self, option: str, trials: _Trials, names: Mapping[str, str]) -> tuple[str, ...]:
-        fallbacks = [repr(fallback) for fallback in self.fallbacks]
-        assigned = self._assign(option, trials, names)
-        return tuple(
-            fallbacks[assigned[name] - 1] if name in assigned else wanted
-            for name, wanted in names.items()
-        )
-
-    def _choose_again(
-        self, step: int, names: Mapping[str, str], startup_steps: int
-    ) -> dict[str, Any]:
+    def _choose_again(self, step: int, trials: _Trials, startup_steps: int) -> dict[str, Any]:
         """Return a decision by the measured times and the present efficiency."""
-        assert self._pattern is not None
-        found = self._next(step, self._trials(self._pattern, names), names, startup_steps)
+        found = self._next(step, trials, startup_steps)
         if not found["option"] and found["assignment"] == self.assignment:
-            found |= {"until": self._until, "probes": self._probes, "keep": True}
-            return found
+            return found | {"until": self._until, "probes": self._probes, "keep": True}
         self._usual = math.nan
         return found
 
-    def _next(
-        self, step: int, trials: _Trials, names: Mapping[str, str], startup_steps: int
-    ) -> dict[str, Any]:
-        option = self._untried(trials, names)
+    def _next(self, step: int, trials: _Trials, startup_steps: int) -> dict[str, Any]:
+        option = self._untried(trials)
         if option is not None:
-            assignment = self._assign(option, trials, names)
             until = step + self.steps + 2 + (startup_steps if option == WANTED else 0)
-            return {"until": until, "option": option, "assignment": assignment, "verdict": ""}
-        trials.best, self._judged = self._choose(trials, names), trials
+            more = {"assignment": trials.assigned[option], "verdict": ""}
+            return {"until": until, "option": option, **more}
+        trials.best, self._judged = self._choose(trials), trials
         if not self._rejudges:
             self._usual, self._measured = math.nan, step
-        verdict = self._verdict(trials, names) if trials.seconds else ""
-        assignment = self._assign(trials.best, trials, names)
-        more = {"option": "", "assignment": assignment, "verdict": verdict}
-        return more | self._wait(step)
+        verdict = self._verdict(trials) if trials.seconds else ""
+        more = {"assignment": trials.assigned[trials.best], "verdict": verdict}
+        return {"option": "", **more, **self._wait(step)}
 
-    def _untried(self, trials: _Trials, names: Mapping[str, str]) -> str | None:
+    def _untried(self, trials: _Trials) -> str | None:
         """Return the next option to try: each option once, close ones twice, then a mixture."""
-        options = [
-            option for option in map(repr, self.fallbacks) if self._assign(option, trials, names)
-        ]
+        options = [option for option in self._options if trials.assigned[option]]
         if not options:
             return None
+        seconds = trials.seconds
         for option in (WANTED, *options):
-            if option not in trials.seconds and option not in trials.skipped:
-                bound = self._lower_bound(option, trials)
-                if option == WANTED or not self._is_hopeless(option, bound, trials, names):
+            if option not in seconds and option not in trials.skipped:
+                if option == WANTED:
+                    return option
+                sent = sum(cost.with_fallback(option) for cost in trials.costs.values())
+                bound = 0.0 if self.link is None else sent / self.link.bandwidth
+                if not self._is_hopeless(option, bound, trials):
                     return option
                 trials.skipped[option] = bound
-        least = min(map(min, trials.seconds.values()))
-        close = [option for option, times in trials.seconds.items() if min(times) < CLOSE * least]
+        least = min(map(min, seconds.values()))
+        close = [option for option, times in seconds.items() if min(times) < CLOSE * least]
         for option in close:
-            if len(close) > 1 and len(trials.seconds[option]) < 2 and option != MIX:
+            if len(close) > 1 and len(seconds[option]) < 2 and option != MIX:
                 return option
-        if MIX not in trials.seconds:
-            trials.mix = self._mixture(trials, names)
-            if trials.mix and trials.mix not in [self._assign(w, trials, names) for w in options]:
+        if MIX not in seconds:
+            mix = trials.assigned[MIX] = self._mixture(trials)
+            if mix and mix not in [trials.assigned[option] for option in options]:
                 return MIX
         return None
 
-    def _is_hopeless(
-        self, option: str, bound: float, trials: _Trials, names: Mapping[str, str]
-    ) -> bool:
+    def _is_hopeless(self, option: str, bound: float, trials: _Trials) -> bool:
         """Return whether an option that takes at least `bound` seconds is far too slow."""
         wanted = min(trials.seconds[WANTED]) / self.efficiency({})
-        return bound / self.efficiency(self._assign(option, trials, names)) >= HOPELESS * wanted
+        return bound / self.efficiency(trials.assigned[option]) >= HOPELESS * wanted
 
-    def _lower_bound(self, option: str, trials: _Trials) -> float:
-        """Return the seconds that sending a fallback's bytes takes at least."""
-        if option == WANTED or self.link is None:
-            return 0.0
-        sent = sum(cost.with_fallback(option) for cost in trials.costs.values())
-        return sent / self.link.bandwidth
-
-    def _mixture(self, trials: _Trials, names: Mapping[str, str]) -> dict[str, int]:
+    def _mixture(self, trials: _Trials) -> dict[str, int]:
         """Assign the fastest fallback to the buckets where compressing costs more than it saves."""
-        fallback = min(
-            (option for option in map(repr, self.fallbacks) if option in trials.seconds),
-            key=lambda option: min(trials.seconds[option]),
-            default=None,
-        )
-        if fallback is None:
+        measured = [option for option in self._options if option in trials.seconds]
+        if not measured:
             return {}
-        price, costs = self._price(fallback, trials), trials.costs
+        fallback = min(measured, key=lambda option: min(trials.seconds[option]))
+        price, costs = trials.price(fallback), trials.costs
         step, progress = min(trials.seconds[WANTED]), self.efficiency({})
 
         def pays(name: str, number: int) -> bool:
@@ -365,79 +350,40 @@ class Gate:
                 self.efficiency({name: number}) / progress - 1
             )
 
-        assigned = self._assign(fallback, trials, names)
+        assigned = trials.assigned[fallback]
         return {name: number for name, number in assigned.items() if pays(name, number)}
 
-    def _price(self, fallback: str, trials: _Trials) -> float:
-        """Estimate the seconds per byte in this job, overlap included, from two options' times."""
-        costs = trials.costs.values()
-        saved_bytes = sum(cost.with_fallback(fallback) - cost.sent for cost in costs)
-        work = sum(cost.seconds for cost in costs)
-        saved = min(trials.seconds[fallback]) - min(trials.seconds[WANTED])
-        return max(0.0, saved + work) / saved_bytes if saved_bytes > 0 else 0.0
-
-    def _choose(self, trials: _Trials, names: Mapping[str, str]) -> str:
-        order = [WANTED, MIX, *map(repr, self.fallbacks)]
-        measured = [option for option in order if option in trials.seconds]
-        if not measured:
-            return WANTED
+    def _choose(self, trials: _Trials) -> str:
         each = {
-            option: min(trials.seconds[option])
-            / self.efficiency(self._assign(option, trials, names))
-            for option in measured
+            option: min(trials.seconds[option]) / self.efficiency(trials.assigned[option])
+            for option in (WANTED, MIX, *self._options)
+            if option in trials.seconds
         }
-        return next(w for w in reversed(measured) if each[w] <= MARGIN * min(each.values()))
-
-    def _assign(self, option: str, trials: _Trials, names: Mapping[str, str]) -> dict[str, int]:
-        if option == MIX:
-            return trials.mix
-        if option == WANTED:
-            return {}
-        options = [repr(fallback) for fallback in self.fallbacks]
-        rank = self._rank(option)
-        lossier = {name for name, wanted in names.items() if self._rank(wanted) > rank}
-        return dict.fromkeys(sorted(lossier), 1 + options.index(option))
-
-    def _rank(self, compressor: str) -> float:
-        """Rank compressors by their loss; a fallback never loses more than the wanted one."""
-        options = [repr(fallback) for fallback in self.fallbacks]
-        ranks = {option: float(len(options) - place) for place, option in enumerate(options)}
-        loss = _loss(compressor)
-        if compressor in ranks or loss == LOSSY:
-            return ranks.get(compressor, math.inf)
-        alike = [rank for option, rank in ranks.items() if _loss(option) == loss]
-        below = [rank for option, rank in ranks.items() if _loss(option) < loss]
-        return max(alike) if alike else max(below, default=0.0) + 0.5
+        limit = MARGIN * min(each.values(), default=0.0)
+        fast = [option for option, seconds in each.items() if seconds <= limit]
+        return fast[-1] if fast else WANTED
 
     # ----------------------------------------------------------------------------- output for users
-    def _verdict(self, trials: _Trials, names: Mapping[str, str]) -> str:
-        assignment = self._assign(trials.best, trials, names)
-        compressed, total = len(names) - len(assignment), len(names)
-        compressors = sorted(set(names.values()))
+    def _verdict(self, trials: _Trials) -> str:
+        assignment, total = trials.assigned[trials.best], len(trials.names)
+        compressed = total - len(assignment)
+        compressors = sorted(set(trials.names.values()))
         pay = f"{' and '.join(compressors)} {'pays' if len(compressors) == 1 else 'pay'}"
-        fallbacks = {repr(self.fallbacks[number - 1]) for number in assignment.values()}
+        fallbacks = {self._options[number - 1] for number in assignment.values()}
         text = " or ".join("dense" if name == "Dense()" else name for name in sorted(fallbacks))
-        if compressed == total:
-            gain = f"{pay} on all {total} tensors"
-        elif compressed:
-            gain = f"{pay} on {compressed} of {total} tensors; the rest go {text}"
-        else:
-            gain = f"{pay} on none of {total} tensors; all go {text}"
-        dense = self._estimate(repr(Dense()), trials)
+        on = f"{compressed or 'none'} of {total}" if assignment else f"all {total}"
+        others = f"; {'the rest' if compressed else 'all'} go {text}" if assignment else ""
+        dense, before = repr(Dense()), ""
+        if dense in trials.skipped:
+            before = f"over {1000 * trials.skipped[dense]:.0f} -> "
+        elif dense in trials.seconds and dense != trials.best:
+            before = f"{1000 * min(trials.seconds[dense]):.0f} -> "
         chosen = 1000 * min(trials.seconds[trials.best])
         link = f"{self.link}; " if self.link else ""
         progress = self.efficiency(assignment)
         worth = f", of which {progress:.0%} count" if progress < 1 else ""
-        return f"accordion_hvd: {link}{gain}: {dense}{chosen:.0f} ms a step{worth}"
-
-    def _estimate(self, option: str, trials: _Trials) -> str:
-        if option == trials.best:
-            return ""
-        if option in trials.seconds:
-            return f"{1000 * min(trials.seconds[option]):.0f} -> "
-        if option in trials.skipped:
-            return f"over {1000 * trials.skipped[option]:.0f} -> "
-        return ""
+        duration = f"{before}{chosen:.0f} ms a step{worth}"
+        return f"accordion_hvd: {link}{pay} on {on} tensors{others}: {duration}"
 
     def advice(self, names: Mapping[str, str]) -> Advice:
         """Return the last verdict and its measurements, which only rank 0 has."""
@@ -447,9 +393,9 @@ class Gate:
             for option, times in trials.seconds.items()
         ]
         options += [Option(option, bound, 0, False) for option, bound in trials.skipped.items()]
-        measured = [w for w in map(repr, self.fallbacks) if w in trials.seconds]
-        price = self._price(measured[-1], trials) if measured and trials.costs else 0.0
-        served = {name: repr(self.fallbacks[i - 1]) for name, i in self.assignment.items() if i}
+        measured = [option for option in self._options if option in trials.seconds]
+        price = trials.price(measured[-1]) if measured and trials.costs else 0.0
+        served = {name: self._options[i - 1] for name, i in self.assignment.items() if i}
         tensors = []
         for name, cost in trials.costs.items():
             figures = cost.seconds, cost.sent, cost.dense, price * (cost.dense - cost.sent)
@@ -471,9 +417,15 @@ def _loss(compressor: str) -> int:
     return {"Dense()": 0, "FP16()": 1, "BF16()": 1}.get(compressor, LOSSY)
 
 
-def is_lossy(compressor: Compressor) -> bool:
-    """Return whether a compressor is neither exact nor one of 16 bits per element."""
-    return _loss(repr(compressor)) == LOSSY
+def _rank(compressor: str, fallbacks: Sequence[str]) -> float:
+    """Rank compressors by their loss; a fallback never loses more than the wanted one."""
+    ranks = {fallback: float(len(fallbacks) - i) for i, fallback in enumerate(fallbacks)}
+    loss = _loss(compressor)
+    if compressor in ranks or loss == LOSSY:
+        return ranks.get(compressor, math.inf)
+    alike = [rank for fallback, rank in ranks.items() if _loss(fallback) == loss]
+    below = [rank for fallback, rank in ranks.items() if _loss(fallback) < loss]
+    return max(alike) if alike else max(below, default=0.0) + 0.5
 
 
 def _equal(assignment: Mapping[str, int]) -> float:
@@ -606,11 +558,9 @@ class Advice:
             return self.verdict or "the gate has no measurements (yet); it measures on rank 0."
         options = [["configuration", "ms per step", "trials", ""]]
         for option in self.options:
-            bound = "" if option.trials else "over "
+            duration = f"{'' if option.trials else 'over '}{1e3 * option.seconds:.1f}"
             mark = "chosen" if option.chosen else ""
-            options.append(
-                [option.name, f"{bound}{1e3 * option.seconds:.1f}", str(option.trials), mark]
-            )
+            options.append([option.name, duration, str(option.trials), mark])
         rows = [["tensor", "wanted", "work ms", "spares ms", "kB sent", "kB dense", "served by"]]
         for row in self.tensors:
             times = [f"{1e3 * seconds:.2f}" for seconds in (row.work, row.spares)]
@@ -640,8 +590,8 @@ class Gating(Observer):
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
-        self._totals: dict[str, tuple[float, float, int]] = {}  # bucket -> seconds, bytes, steps
-        self._bytes: dict[str, dict[str, float]] = {}  # bucket -> fallback -> bytes
+        self._totals: dict[str, list[float]] = {}  # bucket -> sums of seconds, bytes and steps
+        self._bytes: dict[str, dict[str, float]] = {}  # bucket -> lossy fallback -> bytes
         self._weight = 1
 
     def due(self, exchange: Exchange) -> bool:
@@ -662,7 +612,7 @@ class Gating(Observer):
             began = time.perf_counter()
             link = yield from probe(vector, exchange.xp, communicator.size)
             gate.trial_seconds += time.perf_counter() - began
-            if gate.fp16_reduction:
+            if any(fallback.fp16_reduction for fallback in gate.fallbacks):
                 yield from choose_by(link.bandwidth, communicator, exchange.device)
         decision = None
         if communicator.rank == 0:
@@ -684,35 +634,28 @@ class Gating(Observer):
         for index, batch in enumerate(exchange.layout.batches):
             buckets = [entry.bucket for entry in batch.entries]
             size = max(sum(bucket.size for bucket in buckets), 1)
+            seconds, sent = step.spent(index)
             for bucket in buckets:
-                seconds, sent, steps = self._totals.get(bucket.name, (0.0, 0.0, 0))
-                part = bucket.size / size
-                seconds += part * step.spent(index)[0]
-                sent += part * step.spent(index)[1]
-                self._totals[bucket.name] = (seconds, sent, steps + 1)
+                part, totals = bucket.size / size, self._totals.setdefault(bucket.name, [0.0] * 3)
+                totals[0] += part * seconds
+                totals[1] += part * sent
+                totals[2] += 1
 
     def _costs(self, exchange: Exchange) -> dict[str, Cost]:
         """Return the mean cost per step of each bucket since the last decision."""
         ranks, costs = exchange.communicator.size, {}
-        for entry in _compressed(exchange):
-            seconds, sent, steps = self._totals.get(entry.bucket.name, (0.0, 0.0, 1))
-            dense = 2 * (ranks - 1) / ranks * entry.bucket.dense_bytes
-            fallbacks = self._fallbacks(entry.bucket, ranks)
-            costs[entry.bucket.name] = Cost(seconds / steps, sent / steps, dense, fallbacks)
+        for bucket in (entry.bucket for entry in _compressed(exchange)):
+            seconds, sent, steps = self._totals.get(bucket.name, [0.0, 0.0, 1.0])
+            if bucket.name not in self._bytes:  # other fallbacks' bytes follow from the size
+                self._bytes[bucket.name] = {
+                    repr(fallback): bytes_sent(fallback, bucket.shape, bucket.dtype, ranks)
+                    for fallback in self.gate.fallbacks
+                    if _loss(repr(fallback)) == LOSSY
+                }
+            dense = 2 * (ranks - 1) / ranks * bucket.dense_bytes
+            fallbacks = self._bytes[bucket.name]
+            costs[bucket.name] = Cost(seconds / steps, sent / steps, dense, fallbacks)
         return costs
-
-    def _fallbacks(self, bucket: Any, ranks: int) -> dict[str, float]:
-        """Return the bytes of each lossy fallback for a bucket, computed once.
-
-        Those of other fallbacks follow from the size; to compute them would take as much memory.
-        """
-        if bucket.name not in self._bytes:
-            self._bytes[bucket.name] = {
-                repr(fallback): bytes_sent(fallback, bucket.shape, bucket.dtype, ranks)
-                for fallback in self.gate.fallbacks
-                if is_lossy(fallback)
-            }
-        return self._bytes[bucket.name]
 
     def advice(self, exchange: Exchange) -> Advice:
         return self.gate.advice(names(exchange))
