@@ -37,7 +37,6 @@ class Threshold(SparseCodec):
     """
 
     uneven: ClassVar[bool] = True
-    rows: ClassVar[bool] = False
 
     value: float = 0.01
 

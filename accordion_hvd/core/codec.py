@@ -38,7 +38,8 @@ class Codec(Compressor):
             allreduce, decodes to the mean of the decoded messages. Any further parts stay on this
             rank, for `mean` and `remove`.
         unbiased: whether a decoded message is the tensor in expectation, which `Diana` needs.
-        rows: whether readers also take rows, one from each rank (`Allgather.rows`).
+        rows: whether readers also take rows, one from each rank (`Allgather.rows`). Ignored if the
+            codec is `uneven`.
     """
 
     feedback: ClassVar[bool] = True
@@ -153,7 +154,7 @@ def average(
         return codec.mean([(combined, *message[1:])], room, info), message
     readers = codec.readers(namespace(room).shape(room)) or (None,) * len(message)
     requests = tuple(
-        Allgather(part, uneven=codec.uneven, decode=reader, rows=codec.rows)
+        Allgather(part, uneven=codec.uneven, decode=reader, rows=codec.rows and not codec.uneven)
         for part, reader in zip(message, readers, strict=True)
     )
     if len(requests) == 1:  # the form in which compressors that wrap others expect it
