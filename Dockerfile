@@ -6,7 +6,7 @@
 # TORCH_INDEX is the URL of PyTorch's index of CPU wheels. Without it, pip installs the CUDA libraries of several GB.
 FROM python:3.11-slim AS build
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends g++ make \
+    && apt-get install -y --no-install-recommends g++ make patch \
     && rm -rf /var/lib/apt/lists/*
 RUN python -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH

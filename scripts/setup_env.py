@@ -37,6 +37,7 @@ DEPENDS_ON = (
     "pyproject.toml",
     "requirements.txt",
     "accordion_hvd/tools/build_horovod.py",
+    "accordion_hvd/tools/horovod.patch",
     "scripts/setup_env.py",
 )
 
@@ -84,7 +85,7 @@ def check_machine(builder: ModuleType) -> None:
             f"Python {version} is too old or too new for the frameworks:"
             " install python3.11 or name one, make setup PYTHON=python3.11."
         )
-    for name, package in (("c++", "g++"), ("make", "make")):
+    for name, package in (("c++", "g++"), ("make", "make"), ("patch", "patch")):
         if shutil.which(name) is None and shutil.which(package) is None:
             raise SetupError(
                 f"{package} was not found: install it (Debian: apt-get install {package})."

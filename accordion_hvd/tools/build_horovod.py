@@ -2,8 +2,8 @@
 
 Horovod 0.28.1, the last release, is published as source only and no longer compiles against current
 versions of PyTorch and TensorFlow. This command downloads the source with pip (your pip
-configuration determines the package index), applies the few edits in ``EDITS``, builds a wheel with
-Gloo and, if an MPI compiler is found, with MPI, and installs the wheel into the environment of the
+configuration determines the package index), applies ``horovod.patch``, builds a wheel with Gloo
+and, if an MPI compiler is found, with MPI, and installs the wheel into the environment of the
 Python that runs the command. The wheel is cached, so that the next environment with the same
 versions is ready in seconds.
 
@@ -24,17 +24,21 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import tempfile
 import time
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 HOROVOD_VERSION = "0.28.1"
-RECIPE = 3  # increase it when EDITS or the build environment change, to invalidate old wheels
-BUILD_NEEDS = ("setuptools", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml", "cffi")
+SOURCE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+PATCH = Path(__file__).with_name("horovod.patch")
+RECIPE = 4  # increase it when the build environment changes, to invalidate old wheels
+# What is installed already is used as it is; what is missing is installed in the tested version.
+RUN_NEEDS = (
+    "packaging==26.4", "cloudpickle==3.1.3", "psutil==7.2.2", "pyyaml==6.0.4", "cffi==2.1.1",
+)  # fmt: skip
+BUILD_NEEDS = ("setuptools==84.2.1", "wheel==0.48.0", *RUN_NEEDS)
 DISTRIBUTIONS = {
     "torch": ("torch",),
     "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tf-nightly"),
@@ -50,109 +54,6 @@ SETTINGS = re.compile(
 
 class BuildError(Exception):
     """Raised if the build fails; the message explains the cause."""
-
-
-@dataclass(frozen=True)
-class Edit:
-    """A replacement in a file of Horovod's source, which must contain ``old`` exactly once."""
-
-    path: str
-    old: str
-    new: str
-
-
-# The wheel is also installed into environments that did not build it. Therefore libraries are
-# searched relative to Horovod's own: in the environment's lib folder (Open MPI from pip) and in the
-# folders of the frameworks.
-_RPATH = ";".join(
-    f"$ORIGIN/{folder}"
-    for folder in ("../../../..", "../../tensorflow", "../../tensorflow/python", "../../torch/lib")
-)
-
-EDITS = (
-    # PyTorch >= 2.1 and TensorFlow need C++17.
-    Edit(
-        "CMakeLists.txt",
-        "set(CMAKE_CXX_STANDARD 14)",
-        f'set(CMAKE_CXX_STANDARD 17)\nset(CMAKE_BUILD_RPATH "{_RPATH}")',
-    ),
-    Edit(
-        "horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"
-    ),
-    # The headers that this file includes were moved in TensorFlow 2.20 and are incomplete in 2.21;
-    # only HOROVOD_ENABLE_XLA_OPS needs the file.
-    Edit(
-        "horovod/tensorflow/CMakeLists.txt",
-        'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
-        "",
-    ),
-    # A CUDA build of PyTorch would need the whole CUDA toolkit, even where nothing but CPU tensors
-    # are trained. If only a part of the toolkit is installed, Horovod is built for CPU tensors, as
-    # it is where no part is.
-    Edit(
-        "cmake/Modules/FindPytorch.cmake",
-        'string(TOUPPER "${Pytorch_CUDA}" Pytorch_CUDA)\n',
-        'string(TOUPPER "${Pytorch_CUDA}" Pytorch_CUDA)\n'
-        "if(Pytorch_CUDA AND NOT HAVE_CUDA)\n"
-        "    find_package(CUDAToolkit QUIET)\n"
-        "    if(NOT CUDAToolkit_FOUND)\n"
-        "        set(Pytorch_CUDA FALSE)\n"
-        "    endif()\n"
-        "endif()\n",
-    ),
-    # This library has no soname. If it were linked by its path, the wheel would contain the path.
-    Edit(
-        "cmake/Modules/FindTensorflow.cmake",
-        "${Tensorflow_LIB_PATH}/python/_pywrap_tensorflow_internal.so",
-        "-L${Tensorflow_LIB_PATH}/python -l:_pywrap_tensorflow_internal.so",
-    ),
-    # In an elastic job, the operation of a rank fails if another rank dies. The rank would go on to
-    # the next negotiation, take the messages of ranks that are still in the operation for those of
-    # the negotiation, and abort or wait for ever. With this edit, its thread ends at once.
-    Edit(
-        "horovod/common/operations.cc",
-        "    status = Status::UnknownError(ex.what());\n  }\n",
-        "    status = Status::UnknownError(ex.what());\n"
-        "    failed = horovod_global.elastic_enabled;\n  }\n",
-    ),
-    Edit(
-        "horovod/common/operations.cc",
-        "      e.FinishWithCallback(status);\n    }\n  }\n}\n\n#if HAVE_MPI\nvoid Enrich",
-        "      e.FinishWithCallback(status);\n    }\n  }\n"
-        "  if (failed) throw std::runtime_error(status.reason());\n}\n\n#if HAVE_MPI\nvoid Enrich",
-    ),
-    Edit(
-        "horovod/common/operations.cc",
-        "  Status status;\n  try {\n",
-        "  Status status;\n  bool failed = false;\n  try {\n",
-    ),
-    # Open MPI from pip knows its location only if mpirun started the process. Without this edit,
-    # `hvd.init()` aborts in a plain `python train.py`.
-    Edit(
-        "horovod/common/basics.py",
-        "import os\nfrom typing import *\n",
-        "import os\nimport sys\nfrom typing import *\n",
-    ),
-    Edit(
-        "horovod/common/basics.py",
-        "        full_path = util.get_extension_full_path(pkg_path, *args)\n",
-        "        full_path = util.get_extension_full_path(pkg_path, *args)\n"
-        "        if os.path.exists(os.path.join(sys.prefix, 'bin', 'orted')):\n"
-        "            os.environ.setdefault('OPAL_PREFIX', sys.prefix)\n",
-    ),
-)
-
-
-def apply_edits(source: Path, edits: Sequence[Edit] = EDITS) -> None:
-    """Apply ``edits`` to the unpacked source; BuildError if a text does not occur exactly once."""
-    for edit in edits:
-        path = source / edit.path
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        if text.count(edit.old) != 1:
-            raise BuildError(
-                f"This is not Horovod {HOROVOD_VERSION}'s source: {edit.path} is not as expected."
-            )
-        path.write_text(text.replace(edit.old, edit.new), encoding="utf-8")
 
 
 # --- the environment ------------------------------------------------------------------
@@ -175,21 +76,23 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def build_environment(frameworks: Mapping[str, str], mpi: bool, jobs: int = 2) -> dict[str, str]:
+def build_environment(frameworks: Mapping[str, str], mpi: bool) -> dict[str, str]:
     """Return the environment variables of the build; this Python's commands come first in PATH."""
     unwanted = ("MAKELEVEL", "MFLAGS", "MAKEFILES", "CMAKE_GENERATOR")  # set by an outer make
     env = {name: value for name, value in os.environ.items() if name not in unwanted}
     env["PATH"] = os.pathsep.join([str(bin_dir()), env.get("PATH", os.defpath)])
-    # Horovod's default, -j8, needs too much memory for small machines
-    env["MAKEFLAGS"] = f"-j{jobs}"
-    for name, variable in (("torch", "PYTORCH"), ("tensorflow", "TENSORFLOW")):
-        installed = name in frameworks
-        env[f"HOROVOD_{'WITH' if installed else 'WITHOUT'}_{variable}"] = "1"
-        env.pop(f"HOROVOD_{'WITHOUT' if installed else 'WITH'}_{variable}", None)
-    env["HOROVOD_WITHOUT_MXNET"] = "1"
-    env["HOROVOD_WITH_GLOO"] = "1"
-    env["HOROVOD_WITH_MPI" if mpi else "HOROVOD_WITHOUT_MPI"] = "1"
-    env.pop("HOROVOD_WITHOUT_MPI" if mpi else "HOROVOD_WITH_MPI", None)
+    env["MAKEFLAGS"] = "-j2"  # Horovod's default, -j8, needs too much memory for small machines
+    parts = {
+        "PYTORCH": "torch" in frameworks,
+        "TENSORFLOW": "tensorflow" in frameworks,
+        "MXNET": False,
+        "GLOO": True,
+        "MPI": mpi,
+    }
+    for part, wanted in parts.items():
+        env.pop(f"HOROVOD_WITH_{part}", None)
+        env.pop(f"HOROVOD_WITHOUT_{part}", None)
+        env[f"HOROVOD_{'WITH' if wanted else 'WITHOUT'}_{part}"] = "1"
     return env
 
 
@@ -203,15 +106,14 @@ def mpi_identity(env: Mapping[str, str]) -> str | None:
     mpicxx = shutil.which("mpicxx", path=env["PATH"])
     if mpicxx is None:
         return None
-    text = _output([mpicxx, "--showme:version"], env)
-    match = re.search(r"Open MPI (\S+)", text)
+    match = re.search(r"Open MPI (\S+)", _output([mpicxx, "--showme:version"], env))
     if match:
         name = f"openmpi{match[1]}"
-    else:  # MPICH and its derivatives are identified by their compiler commands
-        text = _output([mpicxx, "-show"], env)
-        if not text:
-            return None
+    elif text := _output([mpicxx, "-show"], env):
+        # MPICH and its derivatives are identified by their compiler commands
         name = "mpi" + hashlib.sha256(text.encode()).hexdigest()[:8]
+    else:
+        return None
     # The wheel refers to an MPI inside the environment by a relative path, so it may be moved.
     return name if Path(mpicxx).parent == bin_dir() else f"{name}@{mpicxx}"
 
@@ -234,8 +136,8 @@ def cache_key(
     shown += [f"{name}{version}" for name, version in sorted(frameworks.items())]
     shown.append((mpi or "nompi").split("@")[0])
     machine = (platform.system(), platform.machine(), platform.libc_ver(), _cpu_flags())
-    build_settings = sorted((settings or {}).items())
-    everything = (shown, sys.implementation.cache_tag, mpi, RECIPE, machine, build_settings)
+    recipe = (SOURCE_SHA256, PATCH.read_bytes(), RECIPE, sorted((settings or {}).items()))
+    everything = (shown, sys.implementation.cache_tag, mpi, machine, recipe)
     digest = hashlib.sha256(repr(everything).encode()).hexdigest()[:10]
     return re.sub(r"[^A-Za-z0-9.+-]+", "-", "-".join([*shown, digest]))
 
@@ -267,8 +169,9 @@ def check_tools(env: Mapping[str, str], frameworks: Mapping[str, str]) -> None:
     compilers = env.get("CXX", "").split()[:1] or ["c++", "g++", "clang++"]
     if not any(shutil.which(name, path=path) for name in compilers):
         raise BuildError("No C++ compiler was found: install g++ (Debian: apt-get install g++).")
-    if not shutil.which("make", path=path):
-        raise BuildError("make was not found: install it (Debian: apt-get install make).")
+    for tool in ("make", "patch"):
+        if not shutil.which(tool, path=path):
+            raise BuildError(f"{tool} was not found: install it (Debian: apt-get install {tool}).")
     if "torch" in frameworks and not _has_python_header(env):
         package = f"python{sys.version_info[0]}.{sys.version_info[1]}-dev"
         raise BuildError(
@@ -287,9 +190,8 @@ def _has_python_header(env: Mapping[str, str]) -> bool:
 def _check_cmake(env: Mapping[str, str]) -> None:
     advice = f"{sys.executable} -m pip install 'cmake<4'"
     cmake = env.get("HOROVOD_CMAKE") or shutil.which("cmake", path=env["PATH"])
-    match = (
-        re.search(r"version (\d+)\.(\d+)", _output([cmake, "--version"], env)) if cmake else None
-    )
+    text = _output([cmake, "--version"], env) if cmake else ""
+    match = re.search(r"version (\d+)\.(\d+)", text)
     if match is None:
         raise BuildError(f"CMake was not found: {advice}.")
     if not (3, 13) <= (int(match[1]), int(match[2])) < (4, 0):
@@ -315,42 +217,32 @@ def check_space(folder: Path, needed: int) -> None:
 def run_step(
     title: str, command: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path | None = None
 ) -> int:
-    """Run ``command``, append its output to ``log``, show progress, and return the exit status."""
+    """Run ``command``, append its output to ``log``, show progress, and return the exit status.
+
+    Progress is shown each second on a terminal, else every 15 seconds.
+    """
     with log.open("ab") as out:
         out.write(f"\n$ {' '.join(command)}\n".encode())
         out.flush()
         begin = out.tell()
         child = subprocess.Popen(
-            command,
-            env=dict(env),
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            return _watch(title, child, log, begin)
-        finally:
-            if child.poll() is None:
-                child.terminate()
-                child.wait()
-
-
-def _watch(title: str, child: subprocess.Popen[bytes], log: Path, begin: int) -> int:
-    """Print progress until ``child`` ends: each second on a terminal, else every 15 seconds."""
+            command, env=dict(env), cwd=cwd,
+            stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+        )  # fmt: skip
     every = 1.0 if sys.stdout.isatty() else 15.0
-    start, shown, progress = time.monotonic(), 0.0, ""
-    while True:
-        try:
-            status = child.wait(timeout=0.5)
-        except subprocess.TimeoutExpired:
-            elapsed = time.monotonic() - start
-            if elapsed - shown >= every:
-                shown, progress = elapsed, _progress(log, begin) or progress
-                _show(title, elapsed, progress)
-        else:
-            _show(title, time.monotonic() - start, "failed" if status else "done", last=True)
-            return status
+    start = shown = time.monotonic()
+    try:
+        while (status := child.poll()) is None:
+            time.sleep(0.1)
+            if (now := time.monotonic()) - shown >= every:
+                shown = now
+                _show(title, now - start, _progress(log, begin))
+    finally:
+        if child.poll() is None:
+            child.terminate()
+            child.wait()
+    _show(title, time.monotonic() - start, "failed" if status else "done", last=True)
+    return status
 
 
 def _show(title: str, elapsed: float, state: str, last: bool = False) -> None:
@@ -362,9 +254,8 @@ def _show(title: str, elapsed: float, state: str, last: bool = False) -> None:
 
 
 def _progress(log: Path, begin: int) -> str:
-    with log.open("rb") as file:
-        file.seek(max(begin, log.stat().st_size - 20_000))
-        found = re.findall(rb"\[ *(\d+)%\]", file.read())
+    """Return the last percentage that make has printed; empty if there is none."""
+    found = re.findall(rb"\[ *(\d+)%\]", log.read_bytes()[begin:])
     return f"{int(found[-1])}%" if found else ""
 
 
@@ -377,6 +268,7 @@ _CAUSES = (
         "there is no network, or the package index cannot be reached",
     ),
     (r"No module named pip", "this Python has no pip"),
+    (r"DO NOT MATCH THE HASHES", f"this is not Horovod {HOROVOD_VERSION}'s source"),
     (r"No matching distribution|Could not find a version", "the package index does not have it"),
     (r"Killed signal|signal 9|out of memory|cannot allocate memory", "memory ran out"),
     (
@@ -441,16 +333,12 @@ def cached_wheel(folder: Path, frameworks: Mapping[str, str]) -> Path | None:
 def fetch_source(work: Path, env: Mapping[str, str], log: Path) -> Path:
     """Download and unpack Horovod's source below ``work``; return its folder."""
     name = f"horovod=={HOROVOD_VERSION}"
+    wanted = work / "requirements.txt"
+    wanted.write_text(f"{name} --hash=sha256:{SOURCE_SHA256}\n")
     options = ("--no-deps", "--no-binary", "horovod", "--no-build-isolation", "--dest", str(work))
-    _step(f"fetching {name}", _pip("download", *options, name), env, log, work)
-    archives = list(work.glob("horovod-*.tar.gz"))
-    if len(archives) != 1:
-        raise BuildError(f"pip did not download the source package of {name} (log: {log}).")
-    with tarfile.open(archives[0]) as archive:
-        if hasattr(tarfile, "data_filter"):
-            archive.extractall(work, filter="data")
-        else:
-            archive.extractall(work)
+    command = _pip("download", *options, "--require-hashes", "-r", str(wanted))
+    _step(f"fetching {name}", command, env, log, work)
+    shutil.unpack_archive(work / f"horovod-{HOROVOD_VERSION}.tar.gz", work)
     return work / f"horovod-{HOROVOD_VERSION}"
 
 
@@ -459,13 +347,11 @@ def build_wheel(
 ) -> Path:
     """Build the wheel and move it to ``folder`` atomically; return its path there."""
     names = " and ".join(frameworks)
-    missing = [need for need in BUILD_NEEDS if _version(need) is None]
     with tempfile.TemporaryDirectory(prefix="accordion-hvd-") as temporary:
         work = Path(temporary)
-        if missing:
-            _step("installing build requirements", _pip("install", *missing), env, log, work)
+        _install_missing("installing build requirements", BUILD_NEEDS, env, log)
         source = fetch_source(work, env, log)
-        apply_edits(source)
+        _step("patching Horovod", ["patch", "-p1", "-i", str(PATCH)], env, log, source)
         options = ("-v", "--no-build-isolation", "--no-deps", "--wheel-dir", str(work / "out"))
         title = f"compiling Horovod for {names} (some minutes)"
         _step(title, _pip("wheel", *options, str(source)), env, log, work)
@@ -475,21 +361,21 @@ def build_wheel(
         return _store(built[0], folder)
 
 
+def _install_missing(title: str, needs: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+    missing = [need for need in needs if _version(need.split("==")[0]) is None]
+    if missing:
+        _step(title, _pip("install", *missing), env, log, log.parent)
+
+
 def _store(wheel: Path, folder: Path) -> Path:
     """Copy ``wheel`` into the cache atomically, so that no other process reads a part of it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=folder, prefix=".part-")
     try:
-        with os.fdopen(handle, "wb") as target, wheel.open("rb") as origin:
-            shutil.copyfileobj(origin, target, 1 << 20)
-            target.flush()
-            os.fsync(target.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, folder / wheel.name)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".part-") as part:
+            copied = shutil.copyfile(wheel, Path(part) / wheel.name)
+            return copied.replace(folder / wheel.name)
     except OSError as error:
-        Path(name).unlink(missing_ok=True)
         raise BuildError(f"The wheel cannot be written to {folder}: {error.strerror}.") from error
-    return folder / wheel.name
 
 
 def install_wheel(
@@ -497,9 +383,7 @@ def install_wheel(
 ) -> None:
     """Install ``wheel`` into this environment and check that its libraries load."""
     check_space(Path(sysconfig.get_path("platlib")), KEEP_SPACE)
-    needs = [need for need in BUILD_NEEDS[2:] if _version(need) is None]
-    if needs:
-        _step("installing requirements of Horovod", _pip("install", *needs), env, log, wheel.parent)
+    _install_missing("installing requirements of Horovod", RUN_NEEDS, env, log)
     options = ("--force-reinstall", "--no-deps", "--no-index", str(wheel))
     _step("installing Horovod", _pip("install", *options), env, log, wheel.parent)
     prepare_open_mpi(Path(sys.prefix))
@@ -546,7 +430,11 @@ def build(cache: Path, mpi: bool = True, force: bool = False, wheel_only: bool =
             return wheel
         except BuildError as error:
             print(f"The cached wheel does not work ({error}); it is built again.", flush=True)
-    _check_before_build(cache, frameworks, env, identity)
+    check_tools(env, frameworks)
+    check_space(Path(tempfile.gettempdir()), BUILD_SPACE)
+    check_space(cache, KEEP_SPACE)
+    if identity is None:
+        print("Building with Gloo only, without MPI.", flush=True)
     wheel = build_wheel(folder, frameworks, env, log)
     if not wheel_only:
         install_wheel(wheel, frameworks, env, log)
@@ -562,16 +450,6 @@ def _prepare_cache(folder: Path, log: Path) -> None:
         raise BuildError(
             f"{folder.parent} cannot be written ({error.strerror}): choose another with --cache."
         ) from error
-
-
-def _check_before_build(
-    cache: Path, frameworks: Mapping[str, str], env: Mapping[str, str], mpi: str | None
-) -> None:
-    check_tools(env, frameworks)
-    check_space(Path(tempfile.gettempdir()), BUILD_SPACE)
-    check_space(cache, KEEP_SPACE)
-    if mpi is None:
-        print("Building with Gloo only, without MPI.", flush=True)
 
 
 PROGRAM = "python -m accordion_hvd.tools.build_horovod"

@@ -2,6 +2,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -31,44 +32,73 @@ def write_wheel(path, names=("horovod/torch/mpi_lib_v2.so", "horovod/tensorflow/
     return path
 
 
+def old_parts():
+    """Return the lines of Horovod's source that each part of the patch replaces, by file."""
+    parts = {}
+    for text in bh.PATCH.read_text().split("\n--- a/")[1:]:
+        path, _, rest = text.partition("\n")
+        lines = [line for line in rest.splitlines() if line[:1] in ("@", " ", "-")]
+        for line in lines:
+            if line.startswith("@@"):
+                parts.setdefault(path, []).append("")
+            else:
+                parts[path][-1] += line[1:] + "\n"
+    return parts
+
+
 def stand_in_source(folder):
-    """Write the lines of Horovod's source that the edits replace, with other lines around them."""
-    for path in {edit.path for edit in bh.EDITS}:
+    """Write the lines of Horovod's source that the patch replaces, with other lines around them."""
+    for path, parts in old_parts().items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text("# before\n")
-    for edit in bh.EDITS:
-        with (folder / edit.path).open("a") as file:
-            file.write(edit.old + "\n# between\n")
+        (folder / path).write_text("# before\n" + "# between\n".join([*parts, ""]))
     return folder
 
 
-# --- the edits ---------------------------------------------------------------------------
+def apply_patch(source, log):
+    bh._step("patching Horovod", ["patch", "-p1", "-i", str(bh.PATCH)], os.environ, log, source)
+
+
+# --- the patch ---------------------------------------------------------------------------
 
 
 def test_edits_change_what_they_should_and_nothing_else(tmp_path):
-    source = stand_in_source(tmp_path)
-    bh.apply_edits(source)
+    source = stand_in_source(tmp_path / "source")
+    before = {path: (source / path).read_text() for path in old_parts()}
+    apply_patch(source, tmp_path / "log")
     text = (source / "CMakeLists.txt").read_text()
     assert "set(CMAKE_CXX_STANDARD 17)" in text and "STANDARD 14" not in text
     assert "$ORIGIN/../../../.." in text
     assert "STANDARD 17" in (source / "horovod/torch/CMakeLists.txt").read_text()
-    tensorflow = (source / "horovod/tensorflow/CMakeLists.txt").read_text()
-    assert tensorflow == "# before\n\n# between\n"
+    path = "horovod/tensorflow/CMakeLists.txt"
+    removed = set(before[path].splitlines()) - set((source / path).read_text().splitlines())
+    assert len(removed) == 1 and "xla_mpi_ops.cc" in removed.pop()
     basics = (source / "horovod/common/basics.py").read_text()
     assert "import sys\n" in basics and "OPAL_PREFIX" in basics
+    files = {path for path in source.rglob("*") if path.is_file() and path.suffix != ".orig"}
+    assert files == {source / path for path in before}
 
 
-@pytest.mark.parametrize("damage", ["", "set(CMAKE_CXX_STANDARD 14)\n" * 2])
+@pytest.mark.parametrize("damage", [None, "set(CMAKE_CXX_STANDARD 14)\n" * 2])
 def test_an_unknown_source_is_refused(tmp_path, damage):
-    source = stand_in_source(tmp_path)
-    (source / "CMakeLists.txt").write_text(damage)
-    with pytest.raises(bh.BuildError, match=r"not Horovod 0\.28\.1's source: CMakeLists\.txt"):
-        bh.apply_edits(source)
+    source = stand_in_source(tmp_path / "source")
+    (source / "CMakeLists.txt").unlink()
+    if damage:
+        (source / "CMakeLists.txt").write_text(damage)
+    with pytest.raises(bh.BuildError, match="patching Horovod failed"):
+        apply_patch(source, tmp_path / "log")
 
 
-def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(bh.BuildError, match="is not as expected"):
-        bh.apply_edits(tmp_path)
+def test_another_archive_is_refused(tmp_path):
+    """pip refuses an archive of Horovod's name and version with another SHA-256."""
+    folder = tmp_path / "horovod-0.28.1"
+    folder.mkdir()
+    (folder / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n")
+    with tarfile.open(tmp_path / "horovod-0.28.1.tar.gz", "w:gz") as archive:
+        archive.add(folder, folder.name)
+    env = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
+    (tmp_path / "work").mkdir()
+    with pytest.raises(bh.BuildError, match=r"this is not Horovod 0\.28\.1's source"):
+        bh.fetch_source(tmp_path / "work", env, tmp_path / "log")
 
 
 # --- the key -----------------------------------------------------------------------------
@@ -86,7 +116,7 @@ def test_key_does_not_depend_on_order():
     assert bh.cache_key(BOTH, None) == bh.cache_key(dict(reversed(BOTH.items())), None)
 
 
-def test_key_tells_apart_what_makes_another_wheel(monkeypatch):
+def test_key_tells_apart_what_makes_another_wheel(tmp_path, monkeypatch):
     keys = {
         bh.cache_key(BOTH, "openmpi4.1.8"),
         bh.cache_key(BOTH, None),
@@ -99,7 +129,10 @@ def test_key_tells_apart_what_makes_another_wheel(monkeypatch):
     keys.add(bh.cache_key(BOTH, "openmpi4.1.8"))
     monkeypatch.setattr(bh, "_cpu_flags", lambda: ["sse"])
     keys.add(bh.cache_key(BOTH, "openmpi4.1.8"))
-    assert len(keys) == 8
+    (tmp_path / "patch").write_bytes(bh.PATCH.read_bytes() + b"\n")
+    monkeypatch.setattr(bh, "PATCH", tmp_path / "patch")
+    keys.add(bh.cache_key(BOTH, "openmpi4.1.8"))
+    assert len(keys) == 9
 
 
 def test_build_environment_is_not_that_of_a_make_around_it(monkeypatch):
@@ -149,11 +182,11 @@ def test_keeping_a_wheel_leaves_nothing_else(tmp_path):
 def test_a_full_disk_leaves_no_part_of_a_wheel(tmp_path, monkeypatch):
     wheel = write_wheel(tmp_path / "built" / "horovod-0.28.1-any.whl")
 
-    def fill(source, target, length=0):
-        target.write(b"some of it")
+    def fill(source, target):
+        target.write_bytes(b"some of it")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shutil, "copyfileobj", fill)
+    monkeypatch.setattr(shutil, "copyfile", fill)
     with pytest.raises(bh.BuildError, match="No space left on device"):
         bh._store(wheel, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
@@ -276,14 +309,15 @@ def test_no_framework_is_one_sentence(tmp_path):
     assert "Neither torch nor tensorflow is installed" in one_line(done)
 
 
-def test_missing_make(tools):
-    with pytest.raises(bh.BuildError, match="make was not found"):
-        tools("g++")
+@pytest.mark.parametrize("tool", ["make", "patch"])
+def test_missing_make(tools, tool):
+    with pytest.raises(bh.BuildError, match=f"{tool} was not found"):
+        tools("g++", *{"make", "patch"} - {tool})
 
 
 def test_missing_cmake(tools):
     with pytest.raises(bh.BuildError, match=r"CMake was not found: .* -m pip install 'cmake<4'"):
-        tools("g++", "make", frameworks={"tensorflow": "2.21.0"})
+        tools("g++", "make", "patch", frameworks={"tensorflow": "2.21.0"})
 
 
 @pytest.mark.parametrize("version", ["4.0.2", "3.5.1"])
@@ -292,13 +326,13 @@ def test_wrong_cmake(tools, tmp_path, version):
     cmake.write_text(f"#!/bin/sh\necho cmake version {version}\n")
     cmake.chmod(0o755)
     with pytest.raises(bh.BuildError, match=rf"CMake {version[:3]} cannot build Horovod"):
-        tools("g++", "make", frameworks={"tensorflow": "2.21.0"}, HOROVOD_CMAKE=str(cmake))
+        tools("g++", "make", "patch", frameworks={"tensorflow": "2.21.0"}, HOROVOD_CMAKE=str(cmake))
 
 
 def test_missing_python_headers(tools, monkeypatch, tmp_path):
     monkeypatch.setattr(bh.sysconfig, "get_path", lambda name: str(tmp_path / "nowhere"))
     with pytest.raises(bh.BuildError, match=r"C headers are missing.*python3\.\d+-dev"):
-        tools("g++", "make")
+        tools("g++", "make", "patch")
 
 
 def test_headers_may_be_elsewhere(monkeypatch, tmp_path):
