@@ -77,7 +77,6 @@ def _build_horovod(arguments: tuple[str, ...]) -> None:
 def receipt(folder: Path) -> None:
     """Write receipt.html from the ledger.json that a job writes to FOLDER, also while it runs."""
     from accordion_hvd.engine.ledger import files
-    from accordion_hvd.engine.ledger.page import page
 
     ledgers = files.ledgers(folder)
     if not ledgers:
@@ -86,8 +85,7 @@ def receipt(folder: Path) -> None:
         )
     try:
         for path in ledgers:
-            found = files.load(path)
-            click.echo(files.write(files.receipt_of(path), page(found)))
+            click.echo(files.write_receipt(path, files.load(path)))
     except (ValueError, OSError) as error:
         raise click.ClickException(str(error)) from None
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 FORMAT = 1
 """Version of the content of `ledger.json`."""
 
-LEDGER, RECEIPT = "ledger.json", "receipt.html"
-
 _ledgers: Counter[Path] = Counter()  # of this process in each folder
 
 
@@ -42,15 +40,23 @@ def save(folder: Path, number: int, found: Mapping[str, Any]) -> Path:
         number: number of the ledger in the folder, which is part of the name if it is not 0.
         found: result of `Ledger.as_dict`.
 
+    Returns:
+        The path of the file.
+
     Raises:
         OSError: if the file cannot be written.
     """
-    return write(folder / _named(LEDGER, number), json.dumps(_finite(found), allow_nan=False))
+    name = f"ledger-{number}.json" if number else "ledger.json"
+    return write(folder / name, json.dumps(_finite(found), allow_nan=False))
 
 
-def write_receipt(folder: Path, number: int, found: Mapping[str, Any]) -> Path:
-    """Write the receipt of a ledger; see `save`."""
-    return write(folder / _named(RECEIPT, number), page(_finite(found)))
+def write_receipt(ledger: Path, found: Mapping[str, Any]) -> Path:
+    """Write the receipt of a ledger beside its file; return the path.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    return write(receipt_of(ledger), page(_finite(found)))
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -77,11 +83,6 @@ def ledgers(folder: Path) -> list[Path]:
 
 def receipt_of(path: Path) -> Path:
     return path.with_name(path.name.replace("ledger", "receipt")).with_suffix(".html")
-
-
-def _named(name: str, number: int) -> str:
-    stem, dot, suffix = name.partition(".")
-    return f"{stem}-{number}{dot}{suffix}" if number else name
 
 
 def write(path: Path, text: str) -> Path:

@@ -120,7 +120,7 @@ class Ledger:
         self.tables: list[tuple[int, list[list[float]]]] = []
         self.job = Job()
         self.link: Link | None = None
-        self._sums = dict.fromkeys(SHARED, 0.0)
+        self._connection: tcp.Connection | None = None  # the slowest one
         self._ended = time.perf_counter()  # of the last exchange
         self._parts = dict.fromkeys(PARTS, 0.0)  # of the present step
         self._saved = -math.inf
@@ -227,9 +227,6 @@ class Ledger:
             "skipped": skipped,
         }  # fmt: skip
         self.series.add(row, steps)
-        self._sums["steps"] += steps
-        for key in ("seconds", *PARTS, "sent", "flight"):
-            self._sums[key] += row[key]
         for group in groups:
             sums = self.groups.setdefault(group["label"], dict.fromkeys(GROUP, 0.0))
             sums["steps"] += 1
@@ -259,15 +256,16 @@ class Ledger:
 
     def sums(self) -> np.ndarray:
         """Return the numbers of this rank that other ranks may see (`SHARED`), as float64."""
-        if self.enabled:
-            self._sums["wire"] = max(_sent_over_tcp() - self._earlier, 0)
-        return np.array([self._sums[key] for key in SHARED])
+        totals = map(self.series.total, SHARED[:-4])
+        wire = max(_sent_over_tcp() - self._earlier, 0) if self.enabled else 0.0
+        slowest = self._connection
+        link = (slowest.rate, slowest.rtt, slowest.peer) if slowest else (0.0, 0.0, 0.0)
+        return np.array([*totals, wire, *link], dtype=np.float64)
 
     def measured(self, link: Link, slowest: tcp.Connection | None) -> None:
         """Record the link, and this rank's slowest TCP connection during the measurement."""
         self.link = link
-        if slowest is not None:
-            self._sums |= {"rate": slowest.rate, "rtt": slowest.rtt, "peer": float(slowest.peer)}
+        self._connection = slowest or self._connection
 
     def share(self, step: int, table: np.ndarray) -> None:
         """Record the numbers of all ranks after a step; a row per rank.
@@ -333,8 +331,7 @@ class Ledger:
         if self.job.rank:
             return None
         found = self.as_dict()
-        files.save(folder, self.job.number, found)
-        return files.write_receipt(folder, self.job.number, found)
+        return files.write_receipt(files.save(folder, self.job.number, found), found)
 
     def _end(self) -> None:
         """Write the receipt and close the sinks at the end of the process."""

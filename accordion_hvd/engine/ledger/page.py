@@ -4,40 +4,39 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import Any
 
 from accordion_hvd.engine.ledger import charts
 from accordion_hvd.engine.ledger.summary import (
     Found,
     Summary,
     advice,
+    compressed,
     critical,
     duration,
     mbit,
     ms,
     percent,
     size,
+    steps_of,
     summarize,
     timeline,
 )
 
 TEMPLATE = Path(__file__).with_name("receipt.html")
 
-COLORS = {
-    "compute": "c0", "encode": "c1", "wait": "c2", "decode": "c3", "decide": "c4", "graph": "c5",
-}  # fmt: skip
-MEANING = {
-    "compute": "forward and backward pass, optimizer, input, all else outside of exchanges",
-    "encode": "compressing gradients, before the first messages",
-    "wait": "exposed: the training thread only waits for messages",
-    "decode": "decompressing and averaging what was received",
-    "decide": "decisions of the policy, comparisons of replicas",
-    "graph": "exchanges within graphs, waiting included",
+PARTS = {
+    "compute": ("c0", "forward and backward pass, optimizer, input, all else outside of exchanges"),
+    "encode": ("c1", "compressing gradients, before the first messages"),
+    "wait": ("c2", "exposed: the training thread only waits for messages"),
+    "decode": ("c3", "decompressing and averaging what was received"),
+    "decide": ("c4", "decisions of the policy, comparisons of replicas"),
+    "graph": ("c5", "exchanges within graphs, waiting included"),
 }
+"""Color and meaning of each part of the time of a step."""
 
 LEVELS = ("c3", "c1", "c5", "c4", "c6", "c2", "c7")
 """Colors of compressors and lines."""
@@ -93,17 +92,12 @@ def _card(figure: str, text: str) -> str:
 
 # ----------------------------------------------------------------------------------------- sections
 def _time(found: Found, summary: Summary) -> str:
-    used = {part: color for part, color in COLORS.items() if summary.parts[part]}
-    columns, begin = [], 0
-    for row in _merged(found["steps"], COLUMNS):
-        end = begin + int(row["steps"])
-        parts = {part: 1e3 * row[part] / row["steps"] for part in used}
-        columns.append((f"steps {begin + 1} to {end}", row["steps"], parts))
-        begin = end
+    used = _colors(summary)
+    columns = _columns(found, {part: 1e3 for part in used})
     table = _table(
         ["part", "ms per step", "share", "meaning"],
         [
-            [part, f"{1e3 * value:.3g}", percent(value / summary.seconds), MEANING[part]]
+            [part, f"{1e3 * value:.3g}", percent(value / summary.seconds), PARTS[part][1]]
             for part, value in summary.parts.items()
             if value
         ],
@@ -114,12 +108,6 @@ def _time(found: Found, summary: Summary) -> str:
 
 
 def _bytes(found: Found, summary: Summary) -> str:
-    columns, begin = [], 0
-    for row in _merged(found["steps"], COLUMNS):
-        end = begin + int(row["steps"])
-        parts = {"sent": row["sent"] / row["steps"] / 1e6}
-        columns.append((f"steps {begin + 1} to {end}", row["steps"], parts))
-        begin = end
     text = (
         f"A rank sends {size(summary.sent)} per step; a ring allreduce of uncompressed gradients "
         f"sends {size(summary.dense)}. In the whole job, a rank has sent "
@@ -136,6 +124,7 @@ def _bytes(found: Found, summary: Summary) -> str:
             for label, row in rows
         ],
     )  # fmt: skip
+    columns = _columns(found, {"sent": 1e-6})
     chart = _figure(charts.stacked(columns, {"sent": "c6"}, "MB"))
     return _section("Bytes", f"<p>{escape(text)}</p>", chart, table if rows else "")
 
@@ -149,8 +138,7 @@ def _levels(found: Found) -> str:
     shown = dict(itertools.islice(spans.items(), LANES))
     more = len(spans) - len(shown)
     note = f"<p class='soft'>{more} more layers are in ledger.json.</p>" if more else ""
-    last = int(sum(found["steps"]["steps"]))
-    chart = _figure(charts.lanes(shown, colors, last))
+    chart = _figure(charts.lanes(shown, colors, steps_of(found)))
     return _section("Levels by layer", charts.legend(colors), chart, note)
 
 
@@ -159,7 +147,7 @@ def _regimes(found: Found) -> str:
     spans, decisions = critical(found), [row for row in found["decisions"] if row["norm"]]
     if not decisions:
         return ""
-    layers = sum(facts["compress"] for facts in found["job"]["buckets"].values())
+    layers = len(compressed(found))
     parts = []
     if spans:
         texts = [
@@ -172,25 +160,16 @@ def _regimes(found: Found) -> str:
     buckets = found["job"]["buckets"]
     largest = sorted({row["name"] for row in decisions} & set(buckets),
                      key=lambda name: -buckets[name]["dense"])[:LINES]  # fmt: skip
-    rows = {
-        name: [
-            (
-                row["step"],
-                row["norm"],
-                row["level"] == 0,
-                f"norm {row['norm']:.4g}, {row['reason']}",
-            )
-            for row in decisions
-            if row["name"] == name
-        ]
-        for name in largest
-    }
+    rows: dict[str, list[tuple[int, float, bool, str]]] = {name: [] for name in largest}
+    for row in decisions:
+        if row["name"] in rows:
+            text = f"norm {row['norm']:.4g}, {row['reason']}"
+            rows[row["name"]].append((row["step"], row["norm"], row["level"] == 0, text))
     if rows:
         parts.append(charts.legend(dict(zip(rows, LEVELS, strict=False))))
         caption = "Evidence of each decision (logarithmic), normally the norm of a window's sum of "
         caption += "gradients. Outlined dots: decisions for low compression."
-        last = int(sum(found["steps"]["steps"]))
-        parts.append(_figure(charts.lines(rows, LEVELS, last), caption))
+        parts.append(_figure(charts.lines(rows, LEVELS, steps_of(found)), caption))
     table = _table(
         ["layer", "step", "level", "reason", "norm", "before", "change"],
         [
@@ -208,20 +187,20 @@ def _rank_section(summary: Summary) -> str:
     ranks = summary.ranks
     if len(ranks) < 2:
         return ""
-    shown = sorted(ranks, key=lambda rank: -rank.own)[:RANKS]
-    used = {part: color for part, color in COLORS.items() if summary.parts[part]}
+    slowest = sorted(ranks, key=lambda rank: -rank.own)[:RANKS]
+    shown = sorted(slowest, key=lambda rank: rank.number)
+    used = _colors(summary)
     rows = [
-        (f"rank {rank.number}", {part: 1e3 * getattr(rank, part) for part in used})
-        for rank in sorted(shown, key=lambda rank: rank.number)
+        (f"rank {rank.number}", {part: 1e3 * rank.parts[part] for part in used}) for rank in shown
     ]
     table = _table(
         ["rank", "ms of own work", "ms waiting", "sent over TCP", "slowest connection", "to",
          "round trip"],
         [
-            [str(rank.number), f"{1e3 * rank.own:.3g}", f"{1e3 * rank.wait:.3g}", size(rank.wire),
-             mbit(rank.rate) if rank.rate else "-", rank.peer or "-",
+            [str(rank.number), f"{1e3 * rank.own:.3g}", f"{1e3 * rank.parts['wait']:.3g}",
+             size(rank.wire), mbit(rank.rate) if rank.rate else "-", rank.peer or "-",
              ms(rank.rtt) if rank.rtt else "-"]
-            for rank in sorted(shown, key=lambda rank: rank.number)
+            for rank in shown
         ],
     )  # fmt: skip
     text = "Means per step. A rank that hardly waits is the one for which the others wait."
@@ -233,11 +212,13 @@ def _rank_section(summary: Summary) -> str:
 
 def _errors(found: Found) -> str:
     errors = found["errors"]
-    rows = [
-        [name, str(len(samples)), _number(samples[-1][1]), _number(samples[-1][2]),
-         _share(samples[-1][3]), _share(_mean(sample[3] for sample in samples))]
-        for name, samples in errors["buckets"].items()
-    ]  # fmt: skip
+    rows = []
+    for name, samples in errors["buckets"].items():
+        *_, (_, norm, residual, last) = samples
+        known = [error for *_, error in samples if error is not None]
+        mean = sum(known) / len(known) if known else None
+        rows.append([name, str(len(samples)), _number(norm), _number(residual), _share(last),
+                     _share(mean)])  # fmt: skip
     parts = []
     if rows:
         text = (
@@ -319,18 +300,23 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[
     return f"<div class='table'><table>{line('th', header)}{body}</table></div>"
 
 
-def _merged(steps: dict[str, list[float]], most: int) -> list[dict[str, Any]]:
-    """Return the windows of a series as rows, merged to at most `most` of them."""
-    names = list(steps)
-    rows = list(zip(*steps.values(), strict=True))
-    span = -(-len(rows) // most)
-    groups = (rows[i : i + span] for i in range(0, len(rows), span))
-    return [dict(zip(names, map(sum, zip(*group, strict=True)), strict=True)) for group in groups]
+def _colors(summary: Summary) -> dict[str, str]:
+    """Return the colors of the parts that take time in this job."""
+    return {part: color for part, (color, _) in PARTS.items() if summary.parts[part]}
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+def _columns(
+    found: Found, scales: Mapping[str, float]
+) -> list[tuple[str, float, dict[str, float]]]:
+    """Return title, steps and scaled means of windows, merged to at most `COLUMNS` of them."""
+    names, rows = list(found["steps"]), list(zip(*found["steps"].values(), strict=True))
+    span, end, columns = -(-len(rows) // COLUMNS), 0, []
+    for i in range(0, len(rows), span):
+        row = dict(zip(names, map(sum, zip(*rows[i : i + span], strict=True)), strict=True))
+        began, end = end + 1, end + int(row["steps"])
+        means = {name: scale * row[name] / row["steps"] for name, scale in scales.items()}
+        columns.append((f"steps {began} to {end}", row["steps"], means))
+    return columns
 
 
 def _number(value: float | None) -> str:

@@ -236,12 +236,12 @@ class Series:
             self.span *= 2
 
     def total(self, column: str) -> float:
-        place = 1 + self.columns.index(column)
+        place = ("steps", *self.columns).index(column)
         return sum(row[place] for row in self.rows)
 
     @property
     def steps(self) -> int:
-        return int(sum(row[0] for row in self.rows))
+        return int(self.total("steps"))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the series for JSON: the columns `steps` and `columns`, one list each."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from accordion_hvd.comm.tcp import address
+from accordion_hvd.engine.ledger.samples import PARTS
 
 Found = Mapping[str, Any]
 """The content of `ledger.json`."""
@@ -24,7 +26,7 @@ class Rank:
     """Means of one rank per step, and its slowest connection.
 
     Attributes:
-        compute, encode, wait, decode, decide, graph: seconds per step, as in a `Ledger`.
+        parts: seconds per step of each part of the time, as in a `Ledger`.
         rate: bytes per second that its slowest connection attains; 0 if it is not known.
         rtt: least round-trip time of that connection in seconds.
         peer: address of its other end; "" if it is not known.
@@ -32,12 +34,7 @@ class Rank:
     """
 
     number: int
-    compute: float
-    encode: float
-    wait: float
-    decode: float
-    decide: float
-    graph: float
+    parts: Mapping[str, float]
     rate: float
     rtt: float
     peer: str
@@ -46,7 +43,7 @@ class Rank:
     @property
     def own(self) -> float:
         """Return the seconds per step in which the rank does not wait for messages."""
-        return self.compute + self.encode + self.decode
+        return self.parts["compute"] + self.parts["encode"] + self.parts["decode"]
 
 
 @dataclass(frozen=True)
@@ -145,9 +142,7 @@ class Summary:
 
 def summarize(found: Found) -> Summary:
     columns = {name: sum(values) for name, values in found["steps"].items()}
-    steps = max(columns["steps"], 1.0)
-    names = ("compute", "encode", "wait", "decode", "decide", "graph")
-    parts = {name: columns[name] / steps for name in names}
+    parts, steps = _parts(columns), max(columns["steps"], 1.0)
     link = found["link"] or {"bandwidth": 0.0, "latency": 0.0}
     flight = columns["flight"] / steps
     return Summary(
@@ -172,12 +167,14 @@ def _ranks(found: Found) -> list[Rank]:
     ranks = []
     for number, numbers in enumerate(tables[-1][1]):
         row = dict(zip(found["ranks"]["columns"], numbers, strict=True))
-        steps = max(row["steps"], 1.0)
-        names = ("compute", "encode", "wait", "decode", "decide", "graph")
-        means = {name: row[name] / steps for name in names}
         link = {"rate": row["rate"], "rtt": row["rtt"], "peer": address(row["peer"])}
-        ranks.append(Rank(number=number, **means, **link, wire=row["wire"]))
+        ranks.append(Rank(number, _parts(row), **link, wire=row["wire"]))
     return ranks
+
+
+def _parts(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return the mean seconds per step of each part of the time."""
+    return {part: sums[part] / max(sums["steps"], 1.0) for part in PARTS}
 
 
 # ------------------------------------------------------------------------------------------- levels
@@ -186,20 +183,11 @@ def timeline(found: Found) -> dict[str, list[tuple[int, int, str]]]:
 
     Buckets that are never compressed are left out.
     """
-    last = int(sum(found["steps"]["steps"]))
-    spans: dict[str, list[tuple[int, int, str]]] = {}
-    for name, bucket in found["job"]["buckets"].items():
-        if not bucket["compress"]:
-            continue
-        switches = [
-            (event["step"], event["compressor"])
-            for event in found["events"]
-            if event["kind"] == "level" and event["bucket"] == name
-        ]
-        marks = [(0, bucket["first"]), *switches, (last, "")]
-        pairs = zip(marks, marks[1:], strict=False)
-        spans[name] = [(a, b, text) for (a, text), (b, _) in pairs if b > a]
-    return spans
+    marks = {name: [(0, found["job"]["buckets"][name]["first"])] for name in compressed(found)}
+    for event in found["events"]:
+        if event["kind"] == "level" and event["bucket"] in marks:
+            marks[event["bucket"]].append((event["step"], event["compressor"]))
+    return {name: _spans(found, each) for name, each in marks.items()}
 
 
 def critical(found: Found) -> list[tuple[int, int, int]]:
@@ -209,23 +197,30 @@ def critical(found: Found) -> list[tuple[int, int, int]]:
     """
     if not found["job"]["policy"].startswith(CRITICAL):
         return []
-    last = int(sum(found["steps"]["steps"]))
-    buckets = [name for name, facts in found["job"]["buckets"].items() if facts["compress"]]
-    current = dict.fromkeys(buckets, 0)
-    spans: list[tuple[int, int, int]] = []
-    began = 0
-    steps = sorted({row["step"] for row in found["decisions"]})
-    for step in [*steps, last]:
-        count = sum(level == 0 for level in current.values())
-        if step > began:
-            if spans and spans[-1][2] == count:
-                spans[-1] = (spans[-1][0], step, count)
-            else:
-                spans.append((began, step, count))
-            began = step
-        rows = (row for row in found["decisions"] if row["step"] == step)
+    current = dict.fromkeys(compressed(found), 0)
+    marks = [(0, len(current))]
+    decisions = sorted(found["decisions"], key=lambda row: row["step"])
+    for step, rows in itertools.groupby(decisions, key=lambda row: row["step"]):
         current |= {row["name"]: row["level"] for row in rows if row["name"] in current}
-    return spans
+        count = sum(level == 0 for level in current.values())
+        if count != marks[-1][1]:
+            marks.append((step, count))
+    return _spans(found, marks)
+
+
+def compressed(found: Found) -> list[str]:
+    """Return the names of the buckets that are compressed."""
+    return [name for name, facts in found["job"]["buckets"].items() if facts["compress"]]
+
+
+def steps_of(found: Found) -> int:
+    return int(sum(found["steps"]["steps"]))
+
+
+def _spans(found: Found, marks: Sequence[tuple[int, Any]]) -> list[tuple[int, int, Any]]:
+    """Return (first step, end, value) between changes (step, value), the last until the end."""
+    ends = [*(step for step, _ in marks[1:]), steps_of(found)]
+    return [(began, end, x) for (began, x), end in zip(marks, ends, strict=True) if end > began]
 
 
 # ------------------------------------------------------------------------------------------- advice
