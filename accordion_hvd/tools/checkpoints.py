@@ -167,7 +167,6 @@ def _facts(about: dict[str, Any]) -> str:
 
 
 def _layers(about: dict[str, Any], kept: Sequence[Sequence[Kept]]) -> str:
-
     policy, served = policy_of(about["compression"]), about["policy"]["current"]
     rows = [["layer", "compressor", "also kept", "shape", "steps", "state", "residual"]]
     for bucket, *states in zip(about["buckets"], *kept, strict=True):
@@ -179,9 +178,7 @@ def _layers(about: dict[str, Any], kept: Sequence[Sequence[Kept]]) -> str:
         shape = " x ".join(map(str, bucket["shape"])) or "scalar"
         cells = [name, now if name in served else "exempt", ", ".join(inactive), shape]
         rows.append([*cells, str(bucket["served"]), *_sums(states)])
-    filled = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
-    left = [place for place, i in enumerate(filled) if i < 3]
-    return table([[row[i] for i in filled] for row in rows], left)
+    return table(rows, left=(0, 1, 2), sparse=True)
 
 
 def _sums(states: Sequence[Kept]) -> list[str]:
@@ -207,24 +204,24 @@ def _per_rank(kept: Sequence[Sequence[Kept]]) -> str:
 
 def _measure(about: dict[str, Any], arrays: dict[str, Any]) -> list[Kept]:
     """Return the state of each layer; of other objects than gradient exchanges, one row."""
+    import numpy as np
+
     from accordion_hvd.engine.checkpoint import read_named
+
+    def norm2(residuals: Sequence[Any]) -> float | None:
+        squares = (np.square(x, dtype=np.float64).sum() for x in residuals)
+        return float(sum(squares)) if residuals else None
 
     if "buckets" not in about:
         return [Kept(sum(x.nbytes for x in arrays.values()), None, frozenset())]
     return [
         Kept(
             sum(tensor.nbytes for tensor in state.tensors().values()),
-            sum(map(_square, state.residuals())) if state.residuals() else None,
+            norm2(state.residuals()),
             frozenset(state.states),
         )
         for state in read_named(arrays, about)
     ]
-
-
-def _square(tensor: Any) -> float:
-    import numpy as np
-
-    return float(np.square(tensor, dtype=np.float64).sum())
 
 
 def _load(folder: Path, ranks: int, number: int, rank: int) -> dict[str, Any]:

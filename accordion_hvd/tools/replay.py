@@ -6,7 +6,7 @@ import fnmatch
 import functools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,21 +87,18 @@ def replay(
     if not history.rows:
         raise click.ClickException(f"{history.place} has no decisions{_of(history)}.")
     shown = history.switches() if switches else history.rows
-    shown = list(filter(_pattern(layer or "*"), shown))
+    names = dict.fromkeys(row["name"] for row in history.rows)
+    fitting = fnmatch.filter(names, layer or "*")
+    shown = [row for row in shown if row["name"] in fitting]
     click.echo(_summary(history, optimizer, len(histories)))
     if shown:
         click.echo()
         click.echo(_table(shown))
-    elif layer is not None and not any(map(_pattern(layer), history.rows)):
-        names = ", ".join(dict.fromkeys(row["name"] for row in history.rows))
-        raise Misuse(f"--layer is {layer!r}, which fits none of {names}.")
+    elif not fitting:
+        raise Misuse(f"--layer is {layer!r}, which fits none of {', '.join(names)}.")
     if output is not None:
         click.echo()
         click.echo(_write(history, output))
-
-
-def _pattern(layer: str) -> Callable[[Row], bool]:
-    return lambda row: fnmatch.fnmatchcase(row["name"], layer)
 
 
 # ---------------------------------------------------------------------------------------- reading
@@ -180,16 +177,13 @@ def _summary(history: History, number: int, count: int) -> str:
 
 def _table(rows: Sequence[Row]) -> str:
     cells = [[_cell(row, column) for column in COLUMNS] for row in rows]
-    filled = [i for i in range(len(COLUMNS)) if any(row[i] for row in cells)]
-    left = [
-        place for place, i in enumerate(filled) if COLUMNS[i] in ("layer", "compressor", "reason")
-    ]
-    return table([[row[i] for i in filled] for row in [list(COLUMNS), *cells]], left)
+    left = [i for i, name in enumerate(COLUMNS) if name in ("layer", "compressor", "reason")]
+    return table([COLUMNS, *cells], left, sparse=True)
 
 
 def _cell(row: Row, column: str) -> str:
-    value = row.get("name" if column == "layer" else column)
-    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+    value: Any = row.get("name" if column == "layer" else column)
+    if not _finite(value):
         return ""
     if column == "change":
         return f"{100 * value:.0f} %"

@@ -18,13 +18,16 @@ class Misuse(click.ClickException):
     exit_code = 2
 
 
-def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """Return the header and the rows as a table; all columns but `left` are numbers."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), sparse: bool = False) -> str:
+    """Return the header and the rows as a table; all columns but `left` are numbers.
+
+    If `sparse`, columns that have nothing below their header are left out.
+    """
+    columns = enumerate(zip(*rows, strict=True))
+    widths = {i: max(map(len, x)) for i, x in columns if not sparse or any(x[1:])}
     lines = []
     for row in rows:
-        cells = zip(row, widths, strict=True)
-        aligned = [x.ljust(n) if i in left else x.rjust(n) for i, (x, n) in enumerate(cells)]
+        aligned = [row[i].ljust(n) if i in left else row[i].rjust(n) for i, n in widths.items()]
         lines.append("  ".join(aligned).rstrip())
     return "\n".join(lines)
 
