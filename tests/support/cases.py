@@ -403,9 +403,9 @@ CASES = [
     as_is(BF16(), loss=2 * 2**-8, itemsize=2),
     topk(0.1),
     topk(0.01),
-    topk(0.1, "float16"),
     topk(0.1, chunk=500),
     topk(0.03, chunk=100),
+    topk(0.1, "float16"),
     stc(0.1),
     stc(0.01),
     topagg(),
@@ -479,7 +479,6 @@ REFUSED = [
         for bad in (0, -1, 1.5, math.nan, "a", True)
     ],
     *[(TopK, "wire", bad) for bad in ("float64", "int8", None)],
-    *[(TopK, "chunk", bad) for bad in (1, 4097, 0.5, "a", True)],
     *[(TwoLevel, "compressor", bad) for bad in (None, "topk", TopK)],
     (TwoLevel, "compressor", TopAgg(1, None, 1.0)),
     *[(QSGD, "bits", bad) for bad in (0, 9, -1, 2.5, math.nan, "a", True, None)],
@@ -513,5 +512,6 @@ REFUSED = [
     ],
     *[(Diana, "codec", biased) for biased in (TopK(0.1), RandomK(0.1), OneBit())],
     *[(Momentum, "compressor", bad) for bad in (None, "topk", DGC(0.1), TwoLevel(TopK(0.1)))],
+    *[(TopK, "chunk", bad) for bad in (1, 4097, 0.5, "a", True)],
 ]
 """Hyper-parameters that must be refused: class, argument, value."""
