@@ -106,14 +106,14 @@ class TopK(Ratio, SparseCodec):
         xp, size = namespace(x), namespace(x).shape(x)[-1]
         chunks = self._chunks(size)
         place = xp.largest_of_chunks(x, chunks, self.kept(-(-size // chunks)))
-        index = xp.reshape(self._index(place, size), (-1,))
+        index, _ = xp.index_of_chunks(place, size)
         values = self._rounded(xp.take(xp.reshape(x, (-1,)), index))
         place = xp.reshape(xp.to_bytes(place), (-1, 4))
         parts = [xp.to_bytes(values), place[:, 0]]
         return (xp.concat(parts + [xp.pack_bits(place[:, 1], 4)] * self._wide),)
 
     def _read(self, payload: Tensor, shape: tuple[int, ...]) -> tuple[Chosen, Tensor]:
-        """Parse a payload of `_of_chunks`, or rows of them; all of the right size are valid."""
+        """Parse a payload of `_of_chunks`, or rows of them, for `Request.decode`."""
         xp, (*_, size) = namespace(payload), shape
         rows, chunks = math.prod(shape[:-1]), self._chunks(size)
         kept, item = self.kept(-(-size // chunks)), ITEMSIZE[self.wire]
@@ -126,18 +126,7 @@ class TopK(Ratio, SparseCodec):
             high = xp.reshape(payload[..., (item + 1) * count :], (-1,))
             codes = xp.unpack_bits(high, 4, math.prod(lead) * (count + count % 2))
             place = place + xp.cast(xp.reshape(codes, (*lead, -1)), "int32")[..., :count] * 256
-        index = self._index(xp.reshape(place, (*lead, rows, kept, chunks)), size)
+        place = xp.reshape(place, (*lead, rows, kept, chunks))
+        index, invalid = xp.index_of_chunks(place, size)
         values = xp.reshape(payload[..., : item * count], (-1,))
-        values = xp.from_bytes(values, self.wire, (*lead, count))
-        nothing = xp.zeros(lead or (1,), "float32", xp.device(payload))
-        return (xp.reshape(index, (*lead, count)), values), nothing
-
-    def _index(self, place: Tensor, size: int) -> Tensor:
-        """Return positions in the tensor: element i of chunk j has position i * chunks + j."""
-        xp, (*_, rows, _, chunks) = namespace(place), namespace(place).shape(place)
-        device = xp.device(place)
-        last = xp.full((1,), size - 1, "int32", device)  # of a payload, a place may be too large
-        index = xp.minimum(place * chunks + xp.cast(xp.arange(chunks, device), "int32"), last)
-        if rows == 1:
-            return index
-        return index + xp.reshape(xp.cast(xp.arange(rows, device), "int32") * size, (rows, 1, 1))
+        return (index, xp.from_bytes(values, self.wire, (*lead, count))), invalid

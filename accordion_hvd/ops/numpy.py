@@ -576,6 +576,7 @@ accumulate_reaching = selection.accumulate_reaching
 accumulate_outgrown = selection.accumulate_outgrown
 largest_of_bins = selection.largest_of_bins
 largest_of_chunks = selection.largest_of_chunks
+index_of_chunks = selection.index_of_chunks
 pack_index = indices.pack
 unpack_index = indices.unpack
 unpack_bins = bins.unpack

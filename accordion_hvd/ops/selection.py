@@ -152,6 +152,27 @@ def largest_of_chunks(x: np.ndarray, chunks: int, count: int) -> np.ndarray:
     return np.ascontiguousarray(place.reshape(len(rows), chunks, count).swapaxes(1, 2))
 
 
+def index_of_chunks(place: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the positions of elements, given their places in chunks (`largest_of_chunks`).
+
+    Args:
+        place: int32 (..., rows, count, chunks); before the rows, there may be one dimension more.
+        size: number of elements of each row.
+
+    Returns:
+        The positions (int32, counted through all rows), flat but for the first dimension if there
+        is one more, and for each of its elements one fp32 flag: 0 if places ascend in each chunk
+        and stay within the row, else 1.
+    """
+    *lead, rows, _, chunks = place.shape
+    index = place * np.int32(chunks) + np.arange(chunks, dtype=np.int32)
+    wrong = index >= size
+    wrong[..., 1:, :] |= place[..., 1:, :] <= place[..., :-1, :]
+    index = np.minimum(index, size - 1) + np.arange(rows, dtype=np.int32)[:, None, None] * size
+    flags = wrong.reshape(*lead, -1).any(-1).astype(np.float32)
+    return index.reshape(*lead, -1).astype(np.int32), flags.reshape(-1)
+
+
 def _of_bins(size: int, width: int) -> Iterator[slice]:
     """Yield parts of a vector with full bins that fit into the cache; then the shorter last bin."""
     full, step = size // width * width, max(_BLOCK // width, 1) * width

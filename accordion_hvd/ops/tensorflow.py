@@ -408,6 +408,17 @@ def largest_of_chunks(x: Tensor, chunks: int, count: int) -> Tensor:
     return _on_host(oracle.largest_of_chunks, given, tf.int32, (rows, count, chunks))
 
 
+def index_of_chunks(place: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the positions of elements with these places, and flags; see `ops.selection`."""
+    *lead, rows, _, chunks = shape(place)
+    index = place * chunks + tf.range(chunks)
+    falling = place[..., 1:, :] <= place[..., :-1, :]
+    wrong = [tf.reshape(x, (*lead, -1)) for x in (index >= size, falling)]
+    flags = tf.cast(tf.reduce_any(tf.concat(wrong, -1), -1), tf.float32)
+    index = tf.minimum(index, size - 1) + tf.range(rows)[:, None, None] * size
+    return tf.reshape(index, (*lead, -1)), tf.reshape(flags, (-1,))
+
+
 def pack_bins(index: Tensor, signs: Tensor, shape: Sequence[int], width: int) -> Tensor:
     """Pack positions in bins, and signs, into one or two bytes each; not in a graph."""
     return tf.convert_to_tensor(bins.pack(to_numpy(index), to_numpy(signs) < 0, shape, width))

@@ -480,6 +480,18 @@ def largest_of_chunks(x: Tensor, chunks: int, count: int) -> Tensor:
     return place.sort(1).values.int()
 
 
+@_numpy_on_cpu
+def index_of_chunks(place: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the positions of elements with these places, and flags; see `ops.selection`."""
+    *lead, rows, _, chunks = place.shape
+    first, chunk = (torch.arange(n, dtype=torch.int32, device=place.device) for n in (rows, chunks))
+    index = place * chunks + chunk
+    outside = (index >= size).reshape(*lead, -1).any(-1)
+    falling = (place[..., 1:, :] <= place[..., :-1, :]).reshape(*lead, -1).any(-1)
+    index = index.clamp_max(size - 1) + first[:, None, None] * size
+    return index.reshape(*lead, -1), (outside | falling).float().reshape(-1)
+
+
 def pack_bins(index: Tensor, signs: Tensor, shape: Sequence[int], width: int) -> Tensor:
     """Pack positions in bins, and signs, into one or two bytes each; on the host."""
     negative = to_numpy(signs) < 0

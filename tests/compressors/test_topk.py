@@ -8,6 +8,7 @@ import pytest
 from frameworks import Ranks, normals
 
 from accordion_hvd import STC, TopK, simulate
+from accordion_hvd.check import PayloadError
 from accordion_hvd.core.base import Info
 from accordion_hvd.core.codec import parse
 
@@ -44,12 +45,16 @@ def test_topk_sends_the_largest_of_each_chunk(chunk: int) -> None:
         error = total - wanted
 
 
-def test_any_places_in_chunks_stay_within_the_tensor() -> None:
-    """Bytes of a broken sender reach no other memory: places end at the last element."""
-    codec, like = TopK(0.1, chunk=700), np.zeros(1197, np.float32)
-    (message,) = codec.encode(np.arange(1197, dtype=np.float32), Info())
-    ((index, _),) = parse(codec, (np.full_like(message, 255),), like.shape, 0)
-    assert (index == 1196).all()
+def test_wrong_places_in_chunks_are_refused() -> None:
+    """Places that do not ascend in a chunk, or lie beyond the tensor, are no message."""
+    codec, x = TopK(0.1, chunk=100), np.random.default_rng(0).standard_normal(1197)
+    (message,) = codec.encode(x.astype(np.float32), Info())
+    count = len(message) // 5
+    for place, value in ((0, 255), (count - 1, 0)):
+        spoiled = message.copy()
+        spoiled[4 * count + place] = value
+        with pytest.raises(PayloadError, match="rank 3"):
+            parse(codec, (spoiled,), x.shape, 3)
 
 
 def test_stc_sends_signs_times_the_mean_magnitude() -> None:

@@ -63,12 +63,15 @@ def decoded(
 
 
 def check_chosen(codec: Codec, payload: np.ndarray, chosen: Any, shape: tuple[int, ...]) -> None:
-    """An accepted payload holds ascending indices in range.
+    """An accepted payload holds indices in range, each once, and ascending but for chunks.
 
     A payload of Threshold also encodes to itself again.
     """
     index, values = (np.asarray(x) for x in chosen)
     size = math.prod(shape)
+    if getattr(codec, "chunk", None):
+        order = np.argsort(index)
+        index, values = index[order], values[order]
     assert index.shape == values.shape and (np.diff(index) > 0).all()
     assert not index.size or (index[0] >= 0 and index[-1] < size)
     if isinstance(codec, Threshold):

@@ -65,6 +65,7 @@ X = RNG.standard_normal((5, 7)).astype(np.float32)
 Y = RNG.standard_normal((5, 7)).astype(np.float32)
 V = RNG.standard_normal(40).astype(np.float32)
 INDEX = np.array([3, 9, 10, 39], np.int32)
+PLACES = np.int32([[[0, 1, 2], [3, 4, 9]], [[5, 0, 0], [9, 1, 11]]])  # of two rows' three chunks
 NAN = np.array([1, np.nan, 3], np.float32)
 INF = np.array([np.inf, -np.inf], np.float32)
 HUGE = np.full(1200, 1e36, np.float32)  # finite, but its sum is not
@@ -163,6 +164,8 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     *[("largest_of_chunks", (V, chunks, 3), 0) for chunks in (1, 7, 8)],
     ("largest_of_chunks", (X, 3, 1), 0),
     ("largest_of_chunks", (np.zeros((2, 5), np.float32), 2, 2), 0),
+    ("index_of_chunks", (PLACES, 40), 0),
+    ("index_of_chunks", (np.stack([PLACES, PLACES[:, ::-1], PLACES + 1]), 34), 0),
     *[("pack_bins", (INDEX, V[:4], (2, 20), width), 0) for width in (7, 63, 64)],
     ("pack_bins", (INDEX[:0], V[:0], (40,), 7), 0),
     *[("unpack_bins", (bins.pack(INDEX, V[:4] < 0, (40,), w), (40,), w), 0) for w in (7, 64)],
@@ -606,6 +609,12 @@ def test_bins_are_looked_at_alike_on_gpus() -> None:
                 assert same_bits(ours.numpy(), theirs)
             index = xp.largest_of_bins.__wrapped__(torch.tensor(x), width).numpy()
             assert same_bits(index, NUMPY.xp.largest_of_bins(x, width))
+    for places in (PLACES, PLACES[:, ::-1].copy(), np.stack([PLACES, PLACES + 1])):
+        for ours, theirs in zip(
+            xp.index_of_chunks.__wrapped__(torch.tensor(places), 35),
+            NUMPY.xp.index_of_chunks(places, 35), strict=True,
+        ):  # fmt: skip
+            assert same_bits(ours.numpy(), theirs)
     for x in (V, X, WIDE):  # without equal magnitudes, of which PyTorch may take any
         place = xp.largest_of_chunks.__wrapped__(torch.tensor(x), 3, 1).numpy()
         assert same_bits(place, NUMPY.xp.largest_of_chunks(x, 3, 1))
