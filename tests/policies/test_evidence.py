@@ -225,9 +225,6 @@ class Study(Accordion):
 
     def __init__(self) -> None:
         super().__init__(PowerSGD(4), PowerSGD(1), threshold=0.3, interval=1)
-
-    def _arrange(self) -> None:
-        super()._arrange()
         self.evidence = (*self.evidence, Sketches())
 
     def decide(self, seen: Seen, lr: Mapping[str, float]) -> list[Decision]:
