@@ -1,4 +1,4 @@
-"""What an engine of PyTorch's tensors is; `accordion_hvd.torch.engines` has the table of all."""
+"""The description of an engine of PyTorch's tensors; `torch.engines` has the table of all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What averages a model: the engine's collectives, or MPI without waiting for late ranks."""
+"""Averages of models over the engine's collectives, or over MPI without waiting for late ranks."""
 
 from __future__ import annotations
 

@@ -165,6 +165,7 @@ def index_of_chunks(place: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarra
         and stay within the row, else 1.
     """
     *lead, rows, _, chunks = place.shape
+    place = np.minimum(place, np.int32(-(-size // chunks)))  # else a product may wrap around
     index = place * np.int32(chunks) + np.arange(chunks, dtype=np.int32)
     wrong = index >= size
     wrong[..., 1:, :] |= place[..., 1:, :] <= place[..., :-1, :]

@@ -411,6 +411,7 @@ def largest_of_chunks(x: Tensor, chunks: int, count: int) -> Tensor:
 def index_of_chunks(place: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return the positions of elements with these places, and flags; see `ops.selection`."""
     *lead, rows, _, chunks = shape(place)
+    place = tf.minimum(place, -(-size // chunks))
     index = place * chunks + tf.range(chunks)
     falling = place[..., 1:, :] <= place[..., :-1, :]
     wrong = [tf.reshape(x, (*lead, -1)) for x in (index >= size, falling)]

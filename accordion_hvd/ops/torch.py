@@ -485,6 +485,7 @@ def index_of_chunks(place: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return the positions of elements with these places, and flags; see `ops.selection`."""
     *lead, rows, _, chunks = place.shape
     first, chunk = (torch.arange(n, dtype=torch.int32, device=place.device) for n in (rows, chunks))
+    place = place.clamp_max(-(-size // chunks))
     index = place * chunks + chunk
     outside = (index >= size).reshape(*lead, -1).any(-1)
     falling = (place[..., 1:, :] <= place[..., :-1, :]).reshape(*lead, -1).any(-1)

@@ -1,4 +1,4 @@
-"""What the ranks do in each step: their operations, and the work before and after them.
+"""The operations of the ranks in each step, and the work before and after them.
 
 Exchange generators and exchanges are those of real jobs. Their requests are recorded on one rank,
 without values, for simulated jobs; or an exchange is rehearsed on one rank, with measured seconds.

@@ -11,6 +11,7 @@ from accordion_hvd import STC, TopK, simulate
 from accordion_hvd.check import PayloadError
 from accordion_hvd.core.base import Info
 from accordion_hvd.core.codec import parse
+from accordion_hvd.ops import backend
 
 
 def test_at_least_one_is_kept() -> None:
@@ -55,6 +56,15 @@ def test_wrong_places_in_chunks_are_refused() -> None:
         spoiled[4 * count + place] = value
         with pytest.raises(PayloadError, match="rank 3"):
             parse(codec, (spoiled,), x.shape, 3)
+
+
+def test_places_of_large_tensors_do_not_wrap_around() -> None:
+    """A place of a broken sender, times the number of chunks, may be beyond 2^31."""
+    xp = backend("numpy")
+    for place, flag in ((1, 0), (255, 1)):
+        index, invalid = xp.index_of_chunks(np.full((1, 1, 9_000_000), place, np.int32), 18_000_000)
+        assert invalid.tolist() == [flag]
+        assert index.min() >= 0 and index.max() < 18_000_000
 
 
 def test_stc_sends_signs_times_the_mean_magnitude() -> None:

@@ -165,6 +165,7 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("largest_of_chunks", (X, 3, 1), 0),
     ("largest_of_chunks", (np.zeros((2, 5), np.float32), 2, 2), 0),
     ("index_of_chunks", (PLACES, 40), 0),
+    ("index_of_chunks", (np.full((1, 1, 9_000_000), 255, np.int32), 18_000_000), 0),
     ("index_of_chunks", (np.stack([PLACES, PLACES[:, ::-1], PLACES + 1]), 34), 0),
     *[("pack_bins", (INDEX, V[:4], (2, 20), width), 0) for width in (7, 63, 64)],
     ("pack_bins", (INDEX[:0], V[:0], (40,), 7), 0),
