@@ -137,7 +137,8 @@ class Info:
         rank: number of this process among those that exchange.
         size: number of processes that exchange.
         name: name of the bucket, equal on all ranks; random seeds derive from it.
-        lr: current learning rate.
+        lr: current learning rate; a scalar tensor in a graph, or if the optimizer holds it on an
+            accelerator and nothing needs its value on the host.
         hosts: ranks of each host; () if the hosts are not known. They are known only if a
             compressor is `topology_aware`.
         phase: current value of `Compressor.variant`; an integer, in a graph too.

@@ -23,26 +23,29 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """Pack codes (uint8, below 2^bits) of 1 to 8 bits; see `ops.quantization`."""
     codes, packed = codes.reshape(-1), []
     for width in quantization.sections(bits):
-        low = _padded(codes & (2**width - 1), 8 // width)
-        byte = low[:, 0]
-        for place in range(1, 8 // width):
-            byte = byte | low[:, place] << place * width
-        packed.append(byte)
-        codes = codes >> width if width < 8 else codes
-    return torch.cat(packed)
+        low = codes if width == bits else codes & (2**width - 1)
+        bytes_ = _padded(low, 8 // width) << _places(width, codes.device)
+        packed.append(bytes_.sum(1, dtype=torch.uint8))  # of bits in different places
+        codes = codes >> width if width < bits else codes
+    return torch.cat(packed) if len(packed) > 1 else packed[0]
 
 
 def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     """Invert `pack_bits`."""
-    codes = torch.zeros(count, dtype=torch.uint8, device=packed.device)
-    offset = shift = 0
+    codes, offset, shift = packed, 0, 0
     for width in quantization.sections(bits):
         length = -(-count * width // 8)
-        places = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
-        parts = packed[offset : offset + length, None] >> places & (2**width - 1)
-        codes |= parts.reshape(-1)[:count] << shift
+        parts = packed[offset : offset + length, None] >> _places(width, packed.device)
+        parts = (parts & (2**width - 1) if width < 8 else parts).reshape(-1)[:count]
+        codes = codes | parts << shift if shift else parts
         offset, shift = offset + length, shift + width
     return codes
+
+
+@functools.cache
+def _places(width: int, device: torch.device) -> Tensor:
+    """Return the first bits of the codes of `width` bits in a byte."""
+    return torch.arange(0, 8, width, dtype=torch.uint8, device=device)
 
 
 def bucket_norms(x: Tensor, bucket: int, kind: str) -> Tensor:
@@ -181,7 +184,8 @@ def _flat(x: Tensor) -> Tensor:
 
 def _padded(x: Tensor, width: int) -> Tensor:
     """Return rows of `width`, with zeros to complete the last row."""
-    return torch.nn.functional.pad(x, (0, -x.numel() % width)).view(-1, width)
+    missing = -x.numel() % width
+    return (torch.nn.functional.pad(x, (0, missing)) if missing else x).view(-1, width)
 
 
 def _noise(source: Table, x: Tensor, seed: int) -> Tensor:

@@ -231,11 +231,13 @@ def each(x: Tensor, sizes: Sequence[int], kind: str) -> Tensor:
     front = xp.shape(x)[:-1]
     if len(sizes) < 2:
         return xp.reshape(norms(x, kind), (*front, 1))
-    parts = []
-    for size, end in zip(sizes, itertools.accumulate(sizes), strict=True):
-        part = xp.reshape(x[..., end - size : end], (*front, size))
-        parts.append(xp.reshape(norms(part, kind), front or (1,)))
-    return xp.transpose(xp.stack(parts)) if front else xp.concat(parts)
+    parts, end = [], 0
+    for size, run in itertools.groupby(sizes):  # tensors of one size are rows of one call
+        count = len(list(run))
+        rows = xp.reshape(x[..., end : end + count * size], (-1, size))
+        parts.append(xp.reshape(norms(rows, kind), (*front, count)))
+        end += count * size
+    return xp.concat(parts, len(front))
 
 
 def spread(x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -243,10 +245,14 @@ def spread(x: Tensor, sizes: Sequence[int]) -> Tensor:
     xp = namespace(x)
     if len(sizes) < 2:
         return x
-    if len(xp.shape(x)) > 1:
-        return xp.stack([spread(row, sizes) for row in xp.unstack(x)])
-    ones = [xp.full((size,), 1.0, xp.dtype(x), xp.device(x)) for size in sizes]
-    return xp.concat([one * x[i : i + 1] for i, one in enumerate(ones)])
+    front, parts, end = xp.shape(x)[:-1], [], 0
+    for size, run in itertools.groupby(sizes):
+        count = len(list(run))
+        ones = xp.full((size,), 1.0, xp.dtype(x), xp.device(x))
+        factors = xp.reshape(x[..., end : end + count], (*front, count, 1))
+        parts.append(xp.reshape(factors * ones, (*front, count * size)))
+        end += count
+    return xp.concat(parts, len(front))
 
 
 def check_bounds(owner: Any, low: str, high: str) -> None:

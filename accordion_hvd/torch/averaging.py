@@ -33,6 +33,7 @@ from accordion_hvd.engine.model_averager import ModelAverager
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.policies.accordion import Alternation
 from accordion_hvd.torch import engines
+from accordion_hvd.torch.reducer import number_of
 from accordion_hvd.validate import OWNER
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -173,7 +174,7 @@ class _ModelAveraging:
         given = () if closure is None else (closure,)  # some optimizers take none
         step = unscaled_step if vars(self).get("found_inf") is not None else self._base.step
         result = step(self, *given, **more)
-        rates = [float(group["lr"]) for group in self.param_groups]
+        rates = [number_of(group["lr"]) for group in self.param_groups]
         self._averager.average(rates[0], rates=rates)
         inner = self._inner()
         if inner is not None:

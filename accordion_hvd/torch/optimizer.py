@@ -22,7 +22,7 @@ from accordion_hvd.policies.accordion import Alternation
 from accordion_hvd.resolve import Compression, Resolved, is_ours, resolve
 from accordion_hvd.torch import averaging, engines, validation
 from accordion_hvd.torch.engines import hvd
-from accordion_hvd.torch.reducer import Reducer
+from accordion_hvd.torch.reducer import Reducer, number_of
 from accordion_hvd.validate import OWNER, check_adasum, check_arguments, check_passes, validate
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -386,7 +386,7 @@ class _Distributed(Controls):
             self._models.prepare()
 
     def _average_models(self: Any) -> None:
-        rates = [float(group["lr"]) for group in self.param_groups]
+        rates = [number_of(group["lr"]) for group in self.param_groups]
         self._models.average(rates[0] * self._policy.observers.weight, rates=rates)
 
     def _optimizer_state(self: Any) -> Named:

@@ -30,7 +30,7 @@ from accordion_hvd.resolve import staged
 from accordion_hvd.torch import validation
 from accordion_hvd.torch.engines import hvd
 from accordion_hvd.torch.optimizer import _Distributed
-from accordion_hvd.torch.reducer import Reducer
+from accordion_hvd.torch.reducer import Reducer, number_of
 
 Parameters: TypeAlias = (
     Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
@@ -201,9 +201,10 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
             if scale is not None and grads:
                 torch._foreach_mul_(grads, scale.reciprocal())  # a power of two: exact
             if group["weight_decay"] and not group["decoupled_weight_decay"]:
-                for p in params:
-                    if not self._serving(p).decays(False):
-                        p.grad.add_(p, alpha=group["weight_decay"])
+                decaying = [p for p in params if not self._serving(p).decays(False)]
+                if decaying:
+                    grads = [p.grad for p in decaying]
+                    torch._foreach_add_(grads, decaying, alpha=group["weight_decay"])
         if self._max_norm is not None:
             self._clip(self._max_norm)
 
@@ -228,15 +229,16 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
     def _apply_directions(self) -> None:
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None and p.requires_grad]
-            lr, decay = float(group["lr"]), group["weight_decay"]
-            decoupled, moved = bool(decay and group["decoupled_weight_decay"]), []
-            for p, rule in ((p, self._serving(p)) for p in params):
-                if rule.returns_weights:
-                    p.copy_(p.grad)
-                    continue
-                moved.append(p)
-                if decoupled and not rule.decays(True):
-                    p.mul_(1 - lr * decay)
+            lr, decay = number_of(group["lr"]), group["weight_decay"]
+            decoupled = bool(decay and group["decoupled_weight_decay"])
+            rules = [(p, self._serving(p)) for p in params]
+            assigned = [p for p, rule in rules if rule.returns_weights]
+            moved = [p for p, rule in rules if not rule.returns_weights]
+            decaying = [p for p, rule in rules if decoupled and not rule.decays(True)]
+            if assigned:
+                torch._foreach_copy_(assigned, [p.grad for p in assigned])
+            if decaying:
+                torch._foreach_mul_(decaying, 1 - lr * decay)
             if moved:
                 torch._foreach_add_(moved, [p.grad for p in moved], alpha=-lr)
 

@@ -21,6 +21,7 @@ from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.gradient_averager import GradientAverager
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.layout import TensorInfo
+from accordion_hvd.ops import on_cpu
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.privacy_accountant import per_sample
@@ -340,7 +341,7 @@ class Reducer(GradientAverager[Exchange]):
         return [] if optimizer is None else optimizer.param_groups
 
     def rates(self) -> torch.Tensor | None:
-        found = [float(group["lr"]) for group in self.groups() if "lr" in group]
+        found = [number_of(group["lr"]) for group in self.groups() if "lr" in group]
         return torch.tensor(found, device=self.device) if found else None
 
     def gains(self, names: Sequence[str]) -> dict[str, float]:
@@ -354,9 +355,11 @@ class Reducer(GradientAverager[Exchange]):
         return gains
 
     def _rates(self) -> dict[str, float]:
-        read = [(float(group["lr"]), group["params"]) for group in self.groups()]  # once a group
-        rate = {parameter: lr for lr, parameters in read for parameter in parameters}
-        usual = 0.0 if self.lr is None else float(self.lr())
+        follows = self.exchange.sync is not None or self.settings is not None
+        read = number_of if follows else _number_or_tensor
+        groups = [(read(group["lr"]), group["params"]) for group in self.groups()]
+        rate = {parameter: lr for lr, parameters in groups for parameter in parameters}
+        usual = 0.0 if self.lr is None else read(self.lr())
         observers = self.policy.observers
         for_all = self.settings is not None or (observers and observers.any("decides_ahead"))
         entries = [s for s in self.exchange.bucket_states if s.bucket.compress or for_all]
@@ -578,6 +581,29 @@ def _gather_sparse(grads: list[torch.Tensor]) -> ExchangeGenerator:
     values = [Allgather(g.values(), uneven=True) for g in grads]
     parts = yield tuple(indices + values)
     return parts[: len(grads)], parts[len(grads) :]
+
+
+def _number_or_tensor(lr: Any) -> Any:
+    """Return a learning rate as a number, unless it is on an accelerator."""
+    return lr if isinstance(lr, torch.Tensor) and not on_cpu(lr.device) else float(lr)
+
+
+def number_of(lr: Any) -> float:
+    """Return a learning rate as a number; one on an accelerator is read after each change.
+
+    A graph of an accelerator that changes it is not noticed.
+    """
+    lr = _number_or_tensor(lr)
+    if isinstance(lr, float):
+        return lr
+    version, number = _numbers.get(lr, (None, 0.0))
+    if version != lr._version:
+        number = float(lr)
+        _numbers[lr] = lr._version, number
+    return number
+
+
+_numbers: Any = WeakTensorKeyDictionary()  # learning rate -> version and value
 
 
 MOMENTS = "exp_avg_sq", "square_avg", "sum"

@@ -205,6 +205,73 @@ def test_a_step_runs_no_more_operations_than_are_listed(spec: str) -> None:
     assert spec != "powersgd:4" or max(found) <= 60
 
 
+OPTIMIZERS = {
+    "Adam()": {}, "Lamb()": {}, "OnebitAdam(warmup_steps=1)": {"floor": 0.01},
+    "OnebitLamb(warmup_steps=1)": {"floor": 0.01}, "ZeroOneAdam()": {}, "Birder()": {},
+    "CDAdam()": {}, "CDAMSGrad()": {}, "SketchedAMSGrad(warmup_steps=1)": {},
+}  # fmt: skip
+
+
+def operations_of_optimizer(name: str, layers: int) -> tuple[int, list[str]]:
+    """Return the operations of a step beyond the backward pass, and the reads of the host."""
+    kind, _, arguments = name.rstrip(")").partition("(")
+    key, _, value = arguments.partition("=")
+    settings = OPTIMIZERS[name] | ({key: int(value)} if key else {})
+    watch = Mirror.watch = Watch()
+    with watch, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Exchange, "group_bytes", math.inf)
+        named = parameters(layers)
+        rate = torch.tensor(0.1, device=DEVICE)  # read in the first step only
+        optimizer = getattr(hvd, kind)(
+            [p for _, p in named], rate, named_parameters=named, guard="off", weight_decay=0.1,
+            **settings,
+        )  # fmt: skip
+        for number in range(4):
+            for _, p in named:
+                p.grad = None
+            loss_of(named).backward()
+            with watch.recording(number == 3):
+                optimizer.step()
+    return sum(watch.operations.values()), [place for _, _, place in watch.waits]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.seldom(where=lambda name: not name.startswith("OnebitAdam"))
+def test_a_step_of_an_optimizer_runs_no_more_operations_than_are_listed(name: str) -> None:
+    found, reads = zip(*(operations_of_optimizer(name, layers) for layers in (12, 48)), strict=True)
+    assert reads == (["engine/step.py:_read_flags"],) * 2
+    if "GPU_GATE" in os.environ:
+        with open(os.environ["GPU_GATE"], "a", newline="") as file:
+            csv.writer(file).writerow([name, *found])
+        return
+    with open(OPERATIONS, newline="") as file:
+        listed = {row["spec"]: (int(row["12"]), int(row["48"])) for row in csv.DictReader(file)}
+    assert found == listed[name], "the list only shrinks: see GPU_GATE"
+    assert f"| `{name}` | {found[0]} | {found[1]} |" in PAGE.read_text()
+
+
+@pytest.mark.parametrize(("spec", "reads"), [("powersgd:1", 0), (SPECS[-1], 1)])
+def test_a_learning_rate_on_an_accelerator_is_read_once_a_change(spec: str, reads: int) -> None:
+    """Accordion compares rates; nothing needs them with one level."""
+    watch = Mirror.watch = Watch()
+    with watch:
+        named, found = parameters(LAYERS), []
+        step, reducer = through_fsdp(named, parse(spec))
+        reducer.optimizer().param_groups[0]["lr"] = rate = torch.tensor(0.1, device=DEVICE)
+        for number in range(4):
+            for _, p in named:
+                p.grad = None
+            if number == 2:
+                rate.mul_(0.5)
+            watch.waits.clear()
+            with watch.recording():
+                step()
+            found.append(sum(place.startswith("torch/") for _, _, place in watch.waits))
+    assert found[1:] == [0, reads, 0]
+    rate = reducer.exchange.info(reducer.exchange.bucket_states[0]).lr
+    assert float(getattr(rate, "inner", rate)) == pytest.approx(0.05)
+
+
 RANDOM = ("randomk", "qsgd", "terngrad", "natural", "int8", "sketched", "diana", "Error")
 EQUAL = [spec for spec in SPECS if not spec.startswith(RANDOM)]
 
