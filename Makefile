@@ -93,10 +93,10 @@ bench-network: setup ## measure on limited links, for docs/performance.md (root;
 	@$(IN_VENV) $(RUN) scripts/netbench.py report \
 		$(addprefix $(NETBENCH)/,vgg.json resnet.json gpt.json sharded.json keras.json)
 
-bench-excess: setup ## PowerSGD beside DDP's own hook at 200 Mbit/s (root; 8 minutes; it resumes)
+bench-excess: setup ## PowerSGD beside DDP's own hook at 200 Mbit/s (root; 12 minutes; it resumes)
 	@for model in vgg resnet gpt; do \
 		test -e $(NETBENCH)/excess-$$model.json || $(IN_VENV) $(RUN) scripts/netbench.py bench \
-			--model $$model --rates 200mbit --methods '(DDP|.*torch.distributed|.*our hook) powersgd:[14]' \
+			--model $$model --rates 200mbit --methods "(DDP|.*torch.distributed|.*our hook) powersgd:([14]|4,wire='float16')" \
 			--output $(NETBENCH)/excess-$$model.json || exit 1; done
 
 bench-plan: setup ## measure the predictions of accordion-hvd plan, for docs/plan.md (root; 80 minutes)

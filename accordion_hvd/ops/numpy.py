@@ -460,6 +460,16 @@ def norm(x: Array) -> Array:
     return np.asarray(np.linalg.norm(x.reshape(-1).astype(np.float64)), np.float32)
 
 
+def row_norms(x: Array) -> Array:
+    """Return the 2-norm of each row of `x`, computed in its dtype: (..., 1)."""
+    return np.sqrt(np.einsum("...i,...i->...", x, x))[..., None]
+
+
+def power_below(x: Array) -> Array:
+    """Return the largest power of two that is at most `x`, for positive fp32 values."""
+    return (x.view(np.int32) & 0x7F800000).view(np.float32)
+
+
 def inner_products(a: Array, b: Array) -> Array:
     """Return the inner product of each row of `a` with that of `b`; fp32, (rows,)."""
     return np.einsum("ij,ij->i", a, b).astype(np.float32)

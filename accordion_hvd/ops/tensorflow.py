@@ -535,6 +535,18 @@ def norm(x: Tensor) -> Tensor:
     return tf.cast(tf.norm(tf.cast(x, tf.float64)), tf.float32)
 
 
+def row_norms(x: Tensor) -> Tensor:
+    """Return the 2-norm of each row of `x`, computed in its dtype: (..., 1)."""
+    rows = x[..., None, :]
+    return tf.sqrt(tf.matmul(rows, rows, transpose_b=True))[..., 0]  # reads x once, writes nothing
+
+
+def power_below(x: Tensor) -> Tensor:
+    """Return the largest power of two that is at most `x`, for positive fp32 values."""
+    bits = tf.bitwise.bitwise_and(tf.bitcast(x, tf.int32), 0x7F800000)
+    return tf.bitcast(bits, tf.float32)
+
+
 def inner_products(a: Tensor, b: Tensor) -> Tensor:
     """Return the inner product of each row of `a` with that of `b`; fp32, (rows,)."""
     return tf.reduce_sum(a * b, axis=1)

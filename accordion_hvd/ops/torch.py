@@ -651,6 +651,16 @@ def norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dtype=torch.float64).float()
 
 
+def row_norms(x: Tensor) -> Tensor:
+    """Return the 2-norm of each row of `x`, computed in its dtype: (..., 1)."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+
+
+def power_below(x: Tensor) -> Tensor:
+    """Return the largest power of two that is at most `x`, for positive fp32 values."""
+    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
 def inner_products(a: Tensor, b: Tensor) -> Tensor:
     """Return the inner product of each row of `a` with that of `b`; fp32, (rows,)."""
     return torch.linalg.vecdot(a, b)

@@ -69,6 +69,7 @@ CATALOG = (
     CatalogRow(PowerSGD(1), "2*(n-1)/n * 4*rank*(a+b)"),
     CatalogRow(PowerSGD(4), "2*(n-1)/n * 4*rank*(a+b)"),
     CatalogRow(PowerSGD(4, alternate=True), "2*(n-1)/n * 4*rank*(a+b)/2"),
+    CatalogRow(PowerSGD(4, wire="float16"), "2*(n-1)/n * (4 + 2*rank*(a+b))"),
     CatalogRow(RandomK(0.01), "2*(n-1)/n * 4*k"),
     CatalogRow(TopK(0.01), "(n-1) * (4*k + packed(k, d))"),
     CatalogRow(TopK(0.01, "float16"), "(n-1) * (2*k + packed(k, d))"),

@@ -15,8 +15,8 @@ from accordion_hvd import Accordion, PowerSGD, TopK, averaging, ddp, optimizers,
 SPECS = (
     "dense", "fp16", "bf16", "topk:0.01", "randomk:0.01", "threshold:0.02", "adacomp:50",
     "scalecom:0.01", "dgc:0.01", "stc:0.01", "lgc:0.01", "powersgd:1", "powersgd:4",
-    "powersgd:4,alternate", "qsgd:4", "terngrad", "natural", "int8", "signsgd", "efsignsgd",
-    "onebit", "sketchedsgd", "ef21(topk(0.01))", "diana(qsgd(4))",
+    "powersgd:4,alternate", "powersgd:4,wire='float16'", "qsgd:4", "terngrad", "natural", "int8",
+    "signsgd", "efsignsgd", "onebit", "sketchedsgd", "ef21(topk(0.01))", "diana(qsgd(4))",
 )  # fmt: skip
 """Spec strings of the compressors to check."""
 

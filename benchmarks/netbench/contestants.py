@@ -38,12 +38,15 @@ CAUTIOUS = "Fixed(PowerSGD(1), gate='auto')"
 """Policy of `ours gate`."""
 
 GROUPED, SILENT = "grouped allreduce in the graph", "Horovod (averages nothing)"
-_PLAIN = ("fp16", "powersgd:1", "powersgd:4", "powersgd:4,alternate", "topk:0.01")
+HALVES = "powersgd:4,wire='float16'"
+"""PowerSGD with fp16 factors; in DDP's own hook, `fp16_compress_wrapper` around it."""
+
+_PLAIN = ("fp16", "powersgd:1", "powersgd:4", "powersgd:4,alternate", HALVES, "topk:0.01")
 _OURS = ("dense", "fp16", "powersgd:1", "powersgd:2", "powersgd:4", "topk:0.01", "topk:0.001")
 METHODS = {
     "torch": (
         COMPUTE, STOCK, STOCK + FP16, DDP, DDP + FP16,
-        *(f"{DDP} powersgd:{rank}" for rank in (1, 2, 4)),
+        *(f"{DDP} powersgd:{rank}" for rank in (1, 2, 4)), f"{DDP} {HALVES}",
         *(OURS + word for word in (*_OURS, ACCORDION, GATED)),
         *(prefix + word for prefix in (OVER, HOOK) for word in _PLAIN),
     ),

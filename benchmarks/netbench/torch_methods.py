@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from accordion_hvd.comm import fp16_reduction
+from accordion_hvd.resolve import parse
 from benchmarks.netbench import contestants
 from benchmarks.netbench.contestants import (
     BETWEEN,
@@ -228,10 +229,11 @@ def _ddp(hook: str, net: Any) -> Any:
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
         return wrapped
     wrapped = wrap(net, bucket_cap_mb=ONE_BUCKET_MB)
+    theirs, compression = powerSGD_hook.powerSGD_hook, parse(hook)
+    if compression.wire == "float16":
+        theirs = default_hooks.fp16_compress_wrapper(theirs)
     state = powerSGD_hook.PowerSGDState(
-        None,
-        matrix_approximation_rank=int(hook.removeprefix("powersgd:")),
-        start_powerSGD_iter=FIRST_COMPRESSED,
+        None, compression.rank, start_powerSGD_iter=FIRST_COMPRESSED
     )
-    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    wrapped.register_comm_hook(state, theirs)
     return wrapped

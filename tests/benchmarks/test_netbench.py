@@ -54,7 +54,7 @@ def test_ways_are_chosen_by_name_pattern_or_word() -> None:
     assert choose("torch", []) == list(METHODS["torch"])
     assert choose("torch", ["Horovod"]) == [COMPUTE, "Horovod"]
     assert choose("torch", ["DDP powersgd:.*", "DDP power.*:1"]) == [
-        COMPUTE, *(f"DDP powersgd:{rank}" for rank in (1, 2, 4)),
+        COMPUTE, *(f"DDP powersgd:{rank}" for rank in (1, 2, 4)), f"DDP {contestants.HALVES}",
     ]  # fmt: skip
     assert choose("keras", ["ours randomk:0.1"]) == [COMPUTE, "ours randomk:0.1"]
     for wrong, told in (

@@ -66,6 +66,8 @@ def test_the_engine_adds_where_links_are_slow(
     [
         (Fixed(FP16()), True),
         (Fixed(TwoLevel(FP16())), True),
+        (Fixed(TwoLevel(PowerSGD(4, wire="float16"))), True),
+        (Fixed(PowerSGD(4, wire="bfloat16")), False),
         (Fixed(PowerSGD(1), gate="auto"), False),
         (Goodput([Dense(), FP16(), PowerSGD(1)]), False),
         (Goodput([Dense(), FP16()]), True),

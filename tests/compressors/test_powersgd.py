@@ -122,10 +122,14 @@ def test_a_skipped_step_does_not_change_the_turn() -> None:
 
 
 TURNS = PowerSGD(4, alternate=True), PowerSGD(1, alternate=True), PowerSGD(3)
+WIRES = PowerSGD(4, wire="float16"), PowerSGD(2), PowerSGD(3, True, "float16")
 
 
+@pytest.mark.parametrize("levels", [TURNS, WIRES], ids=["turns", "wires"])
 @pytest.mark.parametrize("batched", [False, True])
-def test_levels_that_alternate_switch_without_loss(batched: bool) -> None:
+def test_levels_that_alternate_switch_without_loss(
+    batched: bool, levels: tuple[PowerSGD, ...]
+) -> None:
     """Switches between alternating levels lose nothing: means plus residuals are the gradients.
 
     Levels switch after odd and even numbers of steps, with single layers and with batches.
@@ -133,8 +137,8 @@ def test_levels_that_alternate_switch_without_loss(batched: bool) -> None:
     shapes = {"a": (24, 50), "b": (24, 50), "c": (40, 30)} if batched else {"a": (24, 50)}
     schedule = {0: 0, 1: 1, 4: 0, 6: 2, 7: 0, 8: 1, 9: 2}
     policies = [
-        StepSchedule({at: TURNS[level] for at, level in schedule.items()}, window=1),
-        StepSchedule({0: TURNS[0]}, window=1),
+        StepSchedule({at: levels[level] for at, level in schedule.items()}, window=1),
+        StepSchedule({0: levels[0]}, window=1),
     ]
     for policy in policies:
         world, draw = simulate(policy, 2), np.random.default_rng(0)
@@ -161,11 +165,11 @@ def test_levels_that_alternate_switch_without_loss(batched: bool) -> None:
 
 def test_a_level_that_alternates_takes_over_both_factors() -> None:
     spec = Spec((24, 50), "float32", xp)
-    for old in TURNS:
+    for old in (*TURNS, *WIRES):
         world = Ranks(old, 2)
         for rows in normals(laws.SHAPE, 2, steps=4):
             world.step(rows)
-        for new in TURNS:
+        for new in (*TURNS, *WIRES):
             state = new.warm_start(new.init(spec, Info(name="w")), old, world.states[0])
             keys = ("q_mean", "p_mean") if new.alternate else ("q",)
             for key in keys:
@@ -183,6 +187,10 @@ def test_prices_are_means_over_both_turns() -> None:
     for shape in ((24, 50), (500, 400)):
         both, one = (bytes_sent(PowerSGD(4, turn), shape, "float32", 4) for turn in (False, True))
         assert one == both / 2
+        for turn, each in ((False, both), (True, one)):
+            half = bytes_sent(PowerSGD(4, turn, "bfloat16"), shape, "float32", 4)
+            assert half == each / 2
+            assert bytes_sent(PowerSGD(4, turn, "float16"), shape, "float32", 4) == half + 1.5 * 4
 
 
 def test_batches_survive_the_turns() -> None:
@@ -264,3 +272,108 @@ def test_powersgd_finds_a_low_rank_gradient() -> None:
         sent = world.step([low, low])[0] + world.step([low, low])[0]
         np.testing.assert_allclose(sent, 2 * low, atol=1e-4)
         np.testing.assert_allclose(world.mean_residual(low.size), 0, atol=1e-4)
+
+
+def rounded(x: np.ndarray, wire: str) -> np.ndarray:
+    """Return x, rounded to 11 significant bits (fp16) or 8 (bfloat16)."""
+    mantissa, exponent = np.frexp(x)
+    bits = {"float16": 11, "bfloat16": 8}[wire]
+    return np.ldexp(np.rint(np.ldexp(mantissa, bits)), exponent - bits)
+
+
+@pytest.mark.parametrize("wire", ["float16", "bfloat16"])
+def test_factors_are_rounded_and_residuals_take_it_up(wire: str) -> None:
+    """Two ranks follow the paper with rounded factors, computed with plain matrices.
+
+    A step sends what is rounded twice, by the rank and as a mean. The factors have no numbers that
+    are so small beside the largest ones that fp16 would round them more.
+    """
+    rank, ranks, (n, m) = 3, 2, laws.SHAPE
+    world = Ranks(PowerSGD(rank, wire=wire), ranks)
+    world.states = world.init(np.zeros(laws.SHAPE, np.float32))
+    q = world.states[0]["q"].T.astype(np.float64)
+    errors, apart = [np.zeros((n, m)) for _ in range(ranks)], []
+    for step, gradients in enumerate(normals(laws.SHAPE, ranks, steps=6)):
+        totals = [g + e for g, e in zip(gradients, errors, strict=True)]
+        own = [total @ q for total in totals]
+        if wire == "float16" and step == 0:  # the ranks do not know each other's norms yet
+            units = [2.0 ** np.floor(np.log2(1 / np.linalg.norm(x))) for x in totals]
+            own = [unit * x for unit, x in zip(units, own, strict=True)]
+        p = gram_schmidt(rounded(np.mean([rounded(x, wire) for x in own], 0), wire))
+        q = rounded(np.mean([rounded(total.T @ p, wire) for total in totals], 0), wire)
+        sent = world.step(gradients)[1]
+        apart.append(np.abs(sent - p @ q.T).max())
+        kept = world.residuals()
+        for total, residual in zip(totals, kept, strict=True):
+            assert residual is not None
+            np.testing.assert_allclose(residual.reshape(n, m), total - sent, atol=2e-6)
+        errors = [total - sent for total in totals]
+        q = world.states[0]["q"].T.astype(np.float64)  # else one flipped bit would stay
+    unit = 2.0 ** -{"float16": 11, "bfloat16": 8}[wire]
+    assert max(apart) < 8 * unit and np.median(apart) < unit, apart
+
+
+SIZES = (1e-30, 1e-12, 1e-5, 1.0, 1e6, 1e12)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 64])
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("alternate", [False, True])
+def test_no_gradient_and_no_sum_overflows(
+    alternate: bool, native: bool, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients of any size, zeros and leaps arrive, also where an engine adds in fp16.
+
+    Mean plus mean residual is the mean gradient, up to fp32 rounding, in each step. In the worst
+    case, all ranks have one gradient, whose norm is in one element.
+    """
+    monkeypatch.setattr(SimulatedCommunicator, "native_fp16_allreduce", native)
+    spike = np.zeros((6, 9), np.float32)
+    spike[2, 3] = 1
+    leaps = (1e12, 1e-20, 0.0, 0.0, 1e9, 1.0)
+    for sizes in (leaps, *((size,) * 4 for size in SIZES)):
+        for rows in (None, [spike] * ranks):
+            world = Ranks(PowerSGD(2, alternate, "float16"), ranks)
+            owed, carried = 0.0, np.zeros(spike.size)
+            for size, drawn in zip(sizes, normals(spike.shape, ranks), strict=False):
+                gradients = [np.float32(size) * x for x in rows or drawn]
+                mean = world.step(gradients)[0].reshape(-1).astype(np.float64)
+                exact = np.mean([g.astype(np.float64) for g in gradients], 0).reshape(-1)
+                owed = max(owed, max(np.abs(g).max() for g in gradients))
+                after = world.mean_residual(spike.size)
+                assert np.isfinite(mean).all()
+                assert np.abs(carried + exact - mean - after).max() <= 1e-6 * owed
+                carried = after
+            if sizes is not leaps and size > 1e-20:  # the last means bring what was sent
+                assert np.linalg.norm(mean) > 0.2 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("alternate", [False, True])
+def test_training_goes_on_after_a_large_gradient(alternate: bool) -> None:
+    """One gradient of one rank is 1e4 times as large; fp16 and fp32 find the same minimum."""
+    apart = []
+    for wire in ("float32", "float16"):
+        world, weights = Ranks(PowerSGD(4, alternate, wire), 4), np.zeros(laws.SHAPE)
+        for step, noise in enumerate(normals(laws.SHAPE, 4, steps=150)):
+            pulls = [(0.05 * (weights - 1) + 0.01 * x).astype("f") for x in noise]
+            pulls[1] *= np.float32(1e4 if step == 20 else 1.0)
+            mean = world.step(pulls)[0]
+            weights = weights - mean / max(1.0, float(np.linalg.norm(mean)))  # as clipping does
+        apart.append(np.linalg.norm(weights - 1))
+    assert apart[1] < 1.5 * apart[0] < 0.1 * np.linalg.norm(np.ones(laws.SHAPE)), apart
+
+
+@pytest.mark.parametrize("alternate", [False, True])
+def test_16_bits_take_half_the_bytes(alternate: bool) -> None:
+    shapes = {"a": (240, 500), "b": (400, 300)}
+    payload = {}
+    for wire in ("float32", "float16", "bfloat16"):
+        world = simulate(PowerSGD(4, alternate, wire), 2)
+        for _ in range(2):
+            draw = np.random.default_rng(0)
+            grads = {k: draw.normal(size=s).astype("f") for k, s in shapes.items()}
+            world.step([{k: x.copy() for k, x in grads.items()} for _ in "ab"])
+        payload[wire] = world.exchanges[0].stats()["payload"]
+    flags = payload["float32"] - 2 * payload["float32"] + 2 * payload["bfloat16"]
+    assert 0 < flags <= 2 * 2 * 8  # a flag and the number of the plan in each group
+    assert payload["float16"] == payload["bfloat16"] + 2 * 2 * 4  # a norm for each matrix

@@ -57,6 +57,7 @@ def test_arguments_read_back(ratio: float, rank: int) -> None:
         ("powersgd:", PowerSGD()),
         ("powersgd:4,alternate", PowerSGD(4, alternate=True)),
         ("powersgd(alternate)", PowerSGD(alternate=True)),
+        ("powersgd:4,wire='float16'", PowerSGD(4, wire="float16")),
         ("powersgd:4,alternate=False", PowerSGD(4)),
         ("twolevel:powersgd:1,alternate", TwoLevel(PowerSGD(1, alternate=True))),
     ],

@@ -45,8 +45,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 SPECS = (
     "dense", "fp16", "bf16", "topk:0.01", "topk:0.01,chunk=4096", "randomk:0.01",
     "threshold:0.02", "adacomp:50", "scalecom:0.01", "dgc:0.01", "stc:0.01", "powersgd:1",
-    "powersgd:4", "powersgd:4,alternate", "qsgd:4", "terngrad", "natural", "int8", "signsgd",
-    "efsignsgd", "onebit", "sketchedsgd", "lgc:0.01", "ef21(topk(0.01))", "diana(qsgd(4))",
+    "powersgd:4", "powersgd:4,alternate", "powersgd:4,wire='float16'", "qsgd:4", "terngrad",
+    "natural", "int8", "signsgd", "efsignsgd", "onebit", "sketchedsgd", "lgc:0.01",
+    "ef21(topk(0.01))", "diana(qsgd(4))",
     "ErrorFeedback(QSGD(4))", "Gathered(TopK(0.01))", "Momentum(TopK(0.01))",
     "TwoLevel(TopK(0.01))", "Accordion(low=PowerSGD(4), high=PowerSGD(1))",
 )  # fmt: skip

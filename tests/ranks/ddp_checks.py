@@ -132,7 +132,8 @@ def check_no_compression_equals_ddp() -> None:
 
 def check_compressors_equal_the_wrapper() -> None:
     """The hook gives the same weights as `DistributedOptimizer` on the same engine, bit for bit."""
-    for level in (TopK(0.1), PowerSGD(2), FP16(), AdaComp(), ScaleCom(0.05, beta=0.3), Int8()):
+    halves = PowerSGD(4, wire="float16")
+    for level in (TopK(0.1), PowerSGD(2), halves, FP16(), AdaComp(), ScaleCom(0.05), Int8()):
         hooked, _ = wrapped(network(), level)
         plain = network()
         optimizer = hvd.DistributedOptimizer(

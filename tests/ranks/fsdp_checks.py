@@ -133,7 +133,7 @@ def assert_same_replicas(model: Any) -> None:
 
 
 def check_replicas_are_equal() -> None:
-    for level in (TopK(0.1), PowerSGD(2), AdaComp()):
+    for level in (TopK(0.1), PowerSGD(2), PowerSGD(4, wire="float16"), AdaComp()):
         model, state = sharded(network(), level)
         train(model, range(20))
         assert_same(model)

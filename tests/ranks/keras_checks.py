@@ -140,12 +140,12 @@ def check_sparse_methods_in_fit() -> None:
 
 
 def check_other_methods_in_fit() -> None:
-    """Ranks stay equal with the other compressors; seven of them serve one layer each.
+    """Ranks stay equal with the other compressors; eight of them serve one layer each.
 
     LGC begins with the only step of its training phase.
     """
-    turns = PowerSGD(2, alternate=True)
-    layers = [QSGD(4), TernGrad(), Natural(), Int8(), EFSignSGD(), OneBit(), turns]
+    factors = [PowerSGD(2, alternate=True), PowerSGD(2, wire="float16")]
+    layers = [QSGD(4), TernGrad(), Natural(), Int8(), EFSignSGD(), OneBit(), *factors]
     several = Fixed(Dense(), overrides={f"*layer{i}*": c for i, c in enumerate(layers)})
     codes = LGC(0.05, dense=0, training=1)
     for compression in (several, SignSGD(0.9), SketchedSGD(0.02, columns=5), codes):

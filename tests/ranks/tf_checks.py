@@ -165,7 +165,7 @@ def check_tape_averages() -> None:
 
 def check_tape_in_a_later_trace_of_a_function() -> None:
     """A tape works in a second trace, in which a tf.function may create no variables."""
-    for compression in ("none", "topk:0.5", "powersgd:1"):
+    for compression in ("none", "topk:0.5", "powersgd:1", "powersgd:4,wire='float16'"):
         step = step_of_two_traces(tf.Variable(tf.zeros((40, 40))), compression)
         step(tf.constant(rank_gradient()), everyone=False)
         mean = step(tf.constant(rank_gradient()), everyone=True)

@@ -39,6 +39,7 @@ torch.set_num_threads(1)
 INIT = hvd.init
 
 LEVELS = [Dense(), FP16(), BF16(), TopK(0.05), RandomK(0.05), PowerSGD(2)]
+LEVELS += [PowerSGD(2, wire="float16")]
 SPARSE = [Threshold(0.02), AdaComp(50), ScaleCom(0.05, beta=0.3)]
 
 

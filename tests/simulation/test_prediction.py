@@ -25,7 +25,8 @@ from accordion_hvd.simulation.programs import Gradients, Program, Rehearsal
 
 SHAPES = {"first": (64, 32), "bias": (64,), "second": (256, 128), "third": (300, 300)}
 SPECS = (
-    "dense", "fp16", "powersgd:2", "powersgd:2,alternate", "topk:0.01", "qsgd:4", "efsignsgd",
+    "dense", "fp16", "powersgd:2", "powersgd:2,alternate", "powersgd:2,wire='float16'",
+    "topk:0.01", "qsgd:4", "efsignsgd",
     "randomk:0.1", "scalecom:0.01",
 )  # fmt: skip
 

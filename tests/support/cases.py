@@ -186,19 +186,20 @@ def matrix(shape: Shape) -> tuple[int, int]:
     return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (shape[0], 1)
 
 
-def powersgd(rank: int, alternate: bool = False) -> Case:
+def powersgd(rank: int, alternate: bool = False, wire: str = "float32") -> Case:
     def rounds(shape: Shape, itemsize: int) -> Rounds:
-        n, m = matrix(shape)
-        used = min(rank, n, m)
-        return [("allreduce", 4 * used * n), ("allreduce", 4 * used * m)]
+        (n, m), item = matrix(shape), 4 if wire == "float32" else 2
+        used, norm = min(rank, n, m), 4 * (wire == "float16")
+        first = norm + item * used * n
+        return [("allreduce", first), ("allreduce", norm * alternate + item * used * m)]
 
     return Case(
-        PowerSGD(rank, alternate),
+        PowerSGD(rank, alternate, wire),
         rounds,
         feedback=True,
         full=None if alternate else PowerSGD(10_000),  # if n < m, the n rows of Q do not span M
         bitwise=False,
-        close=1e-4,
+        close={"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}[wire],
         in_turn=alternate,
     )
 
@@ -418,6 +419,11 @@ CASES = [
     powersgd(4),
     powersgd(1, alternate=True),
     powersgd(4, alternate=True),
+    powersgd(1, wire="float16"),
+    powersgd(4, wire="float16"),
+    powersgd(4, True, "float16"),
+    powersgd(4, wire="bfloat16"),
+    powersgd(2, True, "bfloat16"),
     qsgd(4),
     qsgd(8, bucket=100),
     qsgd(3, bucket=7),
@@ -437,6 +443,7 @@ CASES = [
     two_level(stc(0.1)),
     two_level(powersgd(1)),
     two_level(powersgd(2, alternate=True)),
+    two_level(powersgd(2, wire="float16")),
     two_level(int8()),
     threshold(1.0),
     threshold(100.0),
@@ -479,6 +486,7 @@ REFUSED = [
         for bad in (0, -1, 1.5, math.nan, "a", True)
     ],
     *[(TopK, "wire", bad) for bad in ("float64", "int8", None)],
+    *[(PowerSGD, "wire", bad) for bad in ("float64", "int8", None)],
     *[(TwoLevel, "compressor", bad) for bad in (None, "topk", TopK)],
     (TwoLevel, "compressor", TopAgg(1, None, 1.0)),
     *[(QSGD, "bits", bad) for bad in (0, 9, -1, 2.5, math.nan, "a", True, None)],

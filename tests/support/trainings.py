@@ -115,6 +115,7 @@ KINDS = {
     "owed": Kind(lambda: StepSchedule({0: TopK(0.1), 4: Dense()}, window=1), bad=4),
     "qsgd": Kind(lambda: StepSchedule({0: TopK(0.1), 2: QSGD(4), 7: TopK(0.1)}, window=1)),
     "powersgd": Kind(lambda: PowerSGD(2), bad=2),
+    "powersgd_fp16": Kind(lambda: PowerSGD(2, wire="float16"), bad=2, unused=("/norm",)),
     "scalecom": Kind(lambda: ScaleCom(0.1, beta=0.3)),
     "signsgd": Kind(lambda: SignSGD(0.9)),
     "sketched_sgd": Kind(lambda: SketchedSGD(0.05, columns=5)),
