@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from accordion_hvd.comm.torch_distributed.process_sets import of_group
+from accordion_hvd.core.base import ResidualDtype
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.gradient_averager import largest
@@ -51,6 +52,7 @@ def register(
     guard_every: int | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     ledger: LedgerOption = None,
+    residual_dtype: ResidualDtype = "float32",
 ) -> State:
     """Register a hook that averages the gradients of `model` with compression.
 
@@ -65,6 +67,7 @@ def register(
         guard_every: number of steps between comparisons of the replicas.
         grad_scaler: the `GradScaler`, if there is one. Residuals are then stored in unscaled units.
         ledger: record of the steps, as for `DistributedOptimizer`.
+        residual_dtype: dtype of stored residuals, as for `DistributedOptimizer`.
 
     Returns:
         The state of the hook, with `exchange.stats()`, `end_window()` and `state_dict()`.
@@ -80,7 +83,7 @@ def register(
     state = State(
         compression, model.module, optimizer=optimizer, lr=lr, skip=skip, guard=guard,
         guard_every=guard_every, grad_scaler=grad_scaler, ledger=ledger,
-        process_group=model.process_group,
+        process_group=model.process_group, residual_dtype=residual_dtype,
     )  # fmt: skip
     state._finds_unused = model.find_unused_parameters or model.static_graph
     state.connect()
@@ -123,6 +126,7 @@ class State:
         guard_every: number of steps between comparisons of the replicas.
         grad_scaler: the `GradScaler`, if there is one. Residuals are then stored in unscaled units.
         ledger: record of the steps, as for `DistributedOptimizer`.
+        residual_dtype: dtype of stored residuals, as for `DistributedOptimizer`.
         process_group: ranks that average. Default: all ranks.
 
     Raises:
@@ -142,9 +146,12 @@ class State:
         guard_every: int | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         ledger: LedgerOption = None,
+        residual_dtype: ResidualDtype = "float32",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        resolved = suitable(OWNER, compression, optimizer, skip, lr=lr)
+        resolved = suitable(
+            OWNER, compression, optimizer, skip, lr=lr, residual_dtype=residual_dtype
+        )
         self.policy: Any = resolved.serving
         ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
         named = [(name, p) for name, p in model.named_parameters() if name not in ignored]
@@ -154,7 +161,7 @@ class State:
         self._group, self._optimizer = process_group, optimizer
         self._options = {
             "skip": skip, "scaler": grad_scaler, "ledger": as_ledger(ledger), "lr": lr,
-            "guard": Guard(guard, guard_every, resolved.guard),
+            "guard": Guard(guard, guard_every, resolved.guard), "residual_dtype": residual_dtype,
         }  # fmt: skip
         self._finds_unused = True  # unless `register` knows better
         self._reducer: BucketReducer | None = None

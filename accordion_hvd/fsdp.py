@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from accordion_hvd import check
 from accordion_hvd.comm.torch_distributed.process_sets import of_group
+from accordion_hvd.core.base import ResidualDtype
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.guard import Guard, Mode
 from accordion_hvd.engine.layout import TensorInfo
@@ -63,6 +64,7 @@ def between(
     guard_every: int | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     ledger: LedgerOption = None,
+    residual_dtype: ResidualDtype = "float32",
 ) -> State:
     """Average the gradients of a sharded model between its replicas, with compression.
 
@@ -83,6 +85,7 @@ def between(
         guard_every: number of steps between comparisons of the replicas.
         grad_scaler: the `GradScaler`, if there is one. Residuals are then stored in unscaled units.
         ledger: record of the steps, as for `DistributedOptimizer`.
+        residual_dtype: dtype of stored residuals, as for `DistributedOptimizer`.
 
     Returns:
         The state, with `exchange.stats()`, `end_window()` and `state_dict()`.
@@ -100,13 +103,13 @@ def between(
             )
     validation.check_not_averaged(named, OWNER)
     check_passes(passes)
-    resolved = suitable(OWNER, compression, optimizer, skip, passes, lr)
+    resolved = suitable(OWNER, compression, optimizer, skip, passes, lr, residual_dtype)
     group = mesh.get_group(0) if mesh.ndim > 1 else mesh.get_group()
     shards = [(name, p) for name, p in named if _local(p).numel()]  # small tensors have few rows
     reducer = ShardReducer(
         shards, resolved.serving, of_group(group), lambda: optimizer,
         lr=lr, passes=passes, skip=skip, scaler=grad_scaler, ledger=ledger,
-        guard=Guard(guard, guard_every, resolved.guard),
+        guard=Guard(guard, guard_every, resolved.guard), residual_dtype=residual_dtype,
     )  # fmt: skip
     _reducers[model], reducer.own = reducer, frozenset(map(id, model.parameters()))
     source = dist.get_process_group_ranks(group)[0]

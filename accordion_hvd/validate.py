@@ -11,6 +11,7 @@ from typing import Any
 
 from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging
+from accordion_hvd.core.base import RESIDUAL_DTYPES
 from accordion_hvd.optimizers.base import UpdateRule
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.privacy_accountant import PrivacyAccountant, per_sample
@@ -32,6 +33,7 @@ class Use:
         total: whether gradients are summed instead of averaged.
         skip: patterns of the names of tensors that are sent uncompressed.
         passes: number of backward passes per exchange.
+        residual_dtype: dtype in which residuals are stored between steps.
         owner: name of the wrapper in error messages.
         takes_steps: whether the wrapper takes the optimizer's steps; a tape does not.
         knows_optimizer: whether the wrapper knows the optimizer; a tape does not.
@@ -47,6 +49,7 @@ class Use:
     total: bool = False
     skip: tuple[str, ...] = ()
     passes: int = 1
+    residual_dtype: str = "float32"
     owner: str = OWNER
     takes_steps: bool = True
     knows_optimizer: bool = True
@@ -59,10 +62,14 @@ def validate(resolved: Resolved, use: Use) -> None:
     Raises:
         ValueError: if it does not; the message names the argument, its value and what is allowed.
     """
+    check.one_of(use.owner, "residual_dtype", use.residual_dtype, RESIDUAL_DTYPES)
     serving, growth, method = resolved.serving, resolved.growth, resolved.method
     if not use.takes_steps:
         _check_without_steps(resolved, use)
     if isinstance(serving, Averaging):
+        if use.residual_dtype != "float32":
+            allowed = f"'float32' with {serving!r}, which averages models instead of gradients"
+            check.refuse(use.owner, "residual_dtype", use.residual_dtype, allowed)
         _check_averaging(serving, use)
         return
     _check_levels(serving, use)

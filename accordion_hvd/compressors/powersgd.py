@@ -189,13 +189,19 @@ class PowerSGD(Compressor):
 
     def residual(self, state: State) -> Tensor:
         """Return the residual as a matrix (n, m)."""
-        return namespace(state["error"]).deflate(state["error"], state["p"], state["q"])
+        xp = namespace(state["error"])
+        return xp.deflate(xp.copy(state["error"]), state["p"], state["q"])
 
     def with_residual(self, state: State, residual: Tensor) -> State:
         """Return the state with the full residual in `error`, and p = 0."""
         xp, p = namespace(state["p"]), state["p"]
         zeros = xp.zeros(xp.shape(p), "float32", xp.device(p))
         return super().with_residual({**state, "p": zeros}, residual)
+
+    def settled(self, state: State) -> State:
+        """Return the state with the full residual in `error`, without a copy, and p = 0."""
+        error = namespace(state["error"]).deflate(state["error"], state["p"], state["q"])
+        return self.with_residual(state, error)
 
     def deactivate(self, state: State) -> State:
         """Return the averages from which the next power iteration starts."""

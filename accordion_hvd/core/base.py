@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from accordion_hvd import check
 from accordion_hvd.ops import namespace
@@ -18,6 +18,9 @@ from accordion_hvd.ops.spec import Spec, Tensor
 
 State = dict[str, Tensor]
 """The state of a compressor for one bucket: tensors by name."""
+
+ResidualDtype: TypeAlias = Literal["float32", "bfloat16"]
+RESIDUAL_DTYPES = get_args(ResidualDtype)
 
 Hosts = tuple[tuple[int, ...], ...]
 """The ranks of each host."""
@@ -353,6 +356,11 @@ class Compressor(NotForStockHorovod):
         error = state["error"]
         return {**state, "error": namespace(error).reshape(residual, tuple(error.shape))}
 
+    def settled(self, state: State) -> State:
+        """Return the state with the full residual in one tensor. May overwrite that of `state`."""
+        residual = self.residual(state)
+        return state if residual is None else self.with_residual(state, residual)
+
     def expand_residual(self, residual: Tensor, spec: Spec, info: Info) -> Tensor:
         """Return the residual of a full tensor like `spec`, given that of this rank's part."""
         return residual
@@ -425,6 +433,30 @@ class Compressor(NotForStockHorovod):
         own = [key for key in self.per_rank_state if key in state and key != "error"]
         fresh = self.init(spec, info) if own else {}
         return {**state, **{key: fresh[key] for key in own}}
+
+
+def narrowed(compressor: Compressor, state: State, names: Sequence[str], seed: Any) -> State:
+    """Return a state whose residual is in `error` alone, as words of bfloat16 (`ops.narrow`).
+
+    Args:
+        names: names of the tensors whose states are stacked.
+        seed: from `random.key`.
+    """
+    state = compressor.settled(state)
+    if "error" in state:
+        return {**state, "error": namespace(state["error"]).narrow(state["error"], names, seed)}
+    if compressor.residual(state) is not None:
+        allowed = "'float32', because its residual is not stored as 'error'"
+        check.refuse(compressor, "residual_dtype", "bfloat16", allowed)
+    return state
+
+
+def widened(state: State) -> State:
+    """Return a state with its residual in fp32, a copy of words of bfloat16."""
+    error = state.get("error")
+    if error is None or namespace(error).dtype(error) != "int16":
+        return state
+    return {**state, "error": namespace(error).widen(error)}
 
 
 def _short(compressor: Any) -> str:

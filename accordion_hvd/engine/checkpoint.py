@@ -1,10 +1,12 @@
 """Checkpoints of the state that optimizers' own checkpoints omit: residuals, levels, policy.
 
 A checkpoint has one file per rank (NumPy arrays, no pickles) and a manifest, written whole or not
-at all (`checkpoint_files`). On another number of ranks, the sum of the residuals over the ranks
-stays the same: each new rank gets an equal part. For compressed optimizers, the update rule defines
-the conversion (`Compressor.rescale`). On another number of ranks or other hosts, sharded residuals
-(`TwoLevel`) are carried as residuals of full tensors.
+at all (`checkpoint_files`). Residuals are saved as they are stored, in fp32 or as words of bfloat16
+(int16), and converted if the exchange that continues stores them otherwise. On another number of
+ranks, the sum of the residuals over the ranks stays the same: each new rank gets an equal part. For
+compressed optimizers, the update rule defines the conversion (`Compressor.rescale`). On another
+number of ranks or other hosts, sharded residuals (`TwoLevel`) are carried as residuals of full
+tensors.
 """
 
 from __future__ import annotations
@@ -143,6 +145,7 @@ def describe(exchange: Exchange) -> dict[str, Any]:
     return {
         "policy": exchange.policy.state_dict(),
         "compression": repr(exchange.policy),
+        "residual_dtype": exchange.residual_dtype,
         "steps": exchange.steps,
         "skipped": exchange.skipped,
         "machines": exchange.communicator.hosts,
@@ -482,7 +485,7 @@ def _from_one(exchange: Exchange, mine: Sequence[SavedState]) -> list[SavedState
 
 def _expanded(exchange: Exchange, mine: Sequence[SavedState], made: Info) -> list[SavedState]:
     pairs = zip(exchange.bucket_states, mine, strict=True)
-    return [saved.of_whole(*_kind(exchange, entry)[:2], made) for entry, saved in pairs]
+    return [saved.widened().of_whole(*_kind(exchange, entry)[:2], made) for entry, saved in pairs]
 
 
 def _kind(exchange: Exchange, entry: BucketState) -> tuple[tuple[Compressor, ...], Spec, Info]:

@@ -49,6 +49,7 @@ class Exchange:
         skip: patterns of the names of tensors to send uncompressed.
         name: prefix of the names of collectives; equal on all ranks, unique in a process.
         ledger: record of the steps; None for one in memory.
+        residual_dtype: dtype in which residuals are stored between steps.
 
     Attributes:
         steps: number of exchanges so far, skipped ones included.
@@ -86,8 +87,10 @@ class Exchange:
         skip: Sequence[str] = (),
         name: str = "accordion",
         ledger: Ledger | None = None,
+        residual_dtype: str = "float32",
     ) -> None:
         self.communicator, self.policy, self.name = communicator, policy, name
+        self.residual_dtype = residual_dtype
         self.ledger = Ledger() if ledger is None else ledger
         self.xp = communicator.xp
         self.skip = tuple(skip)
@@ -140,8 +143,9 @@ class Exchange:
             level = self.policy.choice(bucket)
             moved = tuple(len(self.tensors) + member for member in bucket.members)
             entry = BucketState(
-                replace(bucket, members=moved), self.policy.choices(bucket), spec, level
-            )
+                replace(bucket, members=moved), self.policy.choices(bucket), spec, level,
+                self.residual_dtype == "bfloat16",
+            )  # fmt: skip
             entry.served_from = self.counted
             self.bucket_states.append(entry)
             self.entry_of |= dict.fromkeys(moved, entry)
@@ -333,7 +337,9 @@ class Exchange:
         self, batch: Batch, mean: Tensor, state: State, bad: Any, absent: list[Any]
     ) -> Tensor:
         """Store state and evidence of a batch; return the mean. Flags may be symbolic."""
-        xp, old = self.xp, batch.state
+        xp, old = self.xp, batch.stored
+        if batch.first.narrow:
+            state = batch.narrowed(state, self.info(batch.first))
         if bad is not False:
             mean = xp.filled_if(bad, self.lost, mean)
             state = {key: xp.where(bad, old[key], value) for key, value in state.items()}
@@ -474,8 +480,9 @@ class Exchange:
         info = self.info(entry)
         if made is not None:
             info = replace(info, rank=made.rank, size=made.size, hosts=made.hosts)
+        saved = saved.widened()
         saved.check(entry.levels, entry.spec, info, evidence)
-        entry.load(saved.map(lambda array: self.xp.asarray(array, entry.spec.device)))
+        entry.load(saved.map(lambda array: self.xp.asarray(array, entry.spec.device)), info)
         entry.created_with = made
         self.outdate()
         if entry.bucket.compress:  # measurements of a gate are no longer valid

@@ -51,6 +51,7 @@ class GradientAverager(Member[E]):
         ledger: record of the steps, or what `as_ledger` accepts.
         with_settings: whether compressors receive the optimizer's settings (`Info.hyper`), which
             compressed optimizers need. These also exchange on a single rank.
+        residual_dtype: dtype in which residuals are stored between steps.
 
     Attributes:
         framework: name of the framework in messages.
@@ -78,10 +79,12 @@ class GradientAverager(Member[E]):
         guard: Guard | None = None,
         ledger: Any = None,
         with_settings: bool = False,
+        residual_dtype: str = "float32",
     ) -> None:
         self.ledger = as_ledger(ledger)
         self.policy, self.process_set, self.skip = policy, process_set, check.patterns(skip)
         self.total, self.with_settings = total, with_settings
+        self.residual_dtype = residual_dtype
         self.sparse_as_dense = sparse_as_dense or policy.observers.any("needs_dense")
         self.guard = guard or Guard("off")
         self.communicator = self.connect()
@@ -208,7 +211,7 @@ class GradientAverager(Member[E]):
             RanksDisagree: on all ranks, if set-ups differ; the message has the ranks and the
                 difference.
         """
-        settings = f"sum={self.total} skip={self.skip}"
+        settings = f"sum={self.total} skip={self.skip} residual_dtype={self.residual_dtype}"
         observers = [observer.agreement() for observer in self.policy.observers]
         tensors = [f"{x.name} {x.shape} {x.dtype}" for x in self.tensors().values()]
         version = f"accordion_hvd {accordion_hvd.__version__}, {self.framework}, {self.name}"

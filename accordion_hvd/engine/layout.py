@@ -23,9 +23,9 @@ from types import ModuleType
 from typing import Any
 
 from accordion_hvd.check import first_match, matches
-from accordion_hvd.core.base import Compressor, Info, State, Tensor
+from accordion_hvd.core.base import Compressor, Info, State, Tensor, narrowed, widened
 from accordion_hvd.engine.saved_state import SavedState
-from accordion_hvd.ops import on_cpu
+from accordion_hvd.ops import on_cpu, random
 from accordion_hvd.ops.spec import ITEMSIZE, Spec
 from accordion_hvd.policies.evidence import SKETCHED, Evidence
 
@@ -179,6 +179,7 @@ class BucketState:
         level, compressor: number of the level that serves the bucket now, and the level itself.
         phased: whether phases of this level differ.
         sharded: whether ranks store parts of a level's state.
+        narrow: whether residuals are stored as words of bfloat16 (`core.base.narrowed`).
         inactive: states of other levels, by level.
         carried: residual of earlier levels that is not part of the present level's state and is
             added to the next gradient; None if there is none.
@@ -192,9 +193,10 @@ class BucketState:
     """
 
     def __init__(
-        self, bucket: Bucket, levels: tuple[Compressor, ...], spec: Spec, level: int = 0
-    ) -> None:
-        self.bucket, self.levels, self.spec = bucket, levels, spec
+        self, bucket: Bucket, levels: tuple[Compressor, ...], spec: Spec, level: int = 0,
+        narrow: bool = False,
+    ) -> None:  # fmt: skip
+        self.bucket, self.levels, self.spec, self.narrow = bucket, levels, spec, narrow
         self.sharded = any(level.sharded for level in levels)
         self.serve(level)
         self.name = bucket.name
@@ -202,7 +204,7 @@ class BucketState:
         self.carried: Tensor | None = None
         self.served_by_level: dict[int, int] = {}
         self.served_from = 0
-        self._state: State | None = None
+        self._stored: State | None = None
         self._evidence: dict[str, Tensor] = {}
         self._stack: Batch | None = None  # storage of state and evidence, if stacked
         self._place = 0  # in the stack: number of the bucket, or offset if flat
@@ -213,19 +215,32 @@ class BucketState:
         self.phased = self.compressor.phases
 
     @property
-    def state(self) -> State | None:
-        """Return the state of the present level; None before the first exchange.
+    def stored(self) -> State | None:
+        """Return the state of the present level as it is stored; None before the first exchange.
 
         The tensors may be views of memory that the next step overwrites.
         """
         if self._stack is None:
-            return self._state
-        return {k: self._stack.part(v, self._place, self) for k, v in self._stack.state.items()}
+            return self._stored
+        return {k: self._stack.part(v, self._place, self) for k, v in self._stack.stored.items()}
 
-    @state.setter
-    def state(self, state: State | None) -> None:
+    @stored.setter
+    def stored(self, state: State | None) -> None:
         self._unstack()
-        self._state = state
+        self._stored = state
+
+    @property
+    def state(self) -> State | None:
+        """Return the state that the compressor takes: `stored`, with its residual in fp32."""
+        stored = self.stored
+        return stored and widened(stored)
+
+    def store(self, state: State | None, info: Info) -> None:
+        """Store a state with its residual in fp32."""
+        if self.narrow and state is not None:
+            seed = random.key("stored", info.rank, info.step)
+            state = narrowed(self.compressor, state, [self.name], seed)
+        self.stored = state
 
     @property
     def evidence(self) -> dict[str, Tensor]:
@@ -243,12 +258,12 @@ class BucketState:
     def join(self, stack: Batch, place: int) -> None:
         """Store state and evidence at `place` of `stack`: a number, or an offset if it is flat."""
         self._evidence = {k: v for k, v in self.evidence.items() if k not in stack.evidence}
-        self._stack, self._place, self._state = stack, place, None
+        self._stack, self._place, self._stored = stack, place, None
 
     def _unstack(self) -> None:
         """Store state and evidence separately, as views of the stack where possible."""
         if self._stack is not None:
-            self._state, self._evidence, self._stack = self.state, self.evidence, None
+            self._stored, self._evidence, self._stack = self.stored, self.evidence, None
 
     def prepare(self, info: Info) -> None:
         """Make the state if there is none, or if rank or hosts of sharded states have changed."""
@@ -256,15 +271,15 @@ class BucketState:
         if before is not None and self.sharded:
             if (before.hosts, before.rank) != (info.hosts, info.rank):
                 self._carry_residual(before)
-        if self._stack is None and self._state is None:
-            self._state = self.compressor.init(self.spec, info)
+        if self._stack is None and self._stored is None:
+            self.store(self.compressor.init(self.spec, info), info)
         if self.created_with is None:
             self.created_with = info
 
     def _carry_residual(self, before: Info) -> None:
         """Discard sharded states, and carry the residual of the full tensor instead."""
         self.carried = self._total_residual(self.compressor, self.state or {}, before)
-        self.state, self.inactive, self.created_with = None, {}, None
+        self.stored, self.inactive, self.created_with = None, {}, None
 
     def _total_residual(self, compressor: Compressor, state: State, info: Info) -> Tensor | None:
         """Return the residual of the full tensor, with `carried` added; None if there is none."""
@@ -296,7 +311,7 @@ class BucketState:
         state = new.init(self.spec, info) | self.inactive.pop(level, {})
         state = new.warm_start(state, old, old_state)
         new.check_start(state, old, info)
-        self.state = self._take_residual(state, old, old_state, info)
+        self.store(self._take_residual(state, old, old_state, info), info)
         self.inactive[old_level] = old.deactivate(old_state)
 
     def _take_residual(self, state: State, old: Compressor, old_state: State, info: Info) -> State:
@@ -320,19 +335,19 @@ class BucketState:
         The tensors may be views of memory that the next step overwrites.
         """
         states = dict(self.inactive)
-        state = self.state
+        state = self.stored
         if state:
-            residual = self.compressor.residual(state)
+            residual = None if self.narrow else self.compressor.residual(state)
             combined = state if residual is None else self.compressor.with_residual(state, residual)
             states[self.level] = combined
         return SavedState(self.level, states, self.carried, dict(self.evidence))
 
-    def load(self, saved: SavedState) -> None:
+    def load(self, saved: SavedState, info: Info) -> None:
         states = dict(saved.states)
         self.serve(saved.level)
         self.carried, self.created_with = saved.carried, None
-        self.state, self.evidence = states.pop(saved.level, None), dict(saved.evidence)
-        self.inactive = states
+        self.store(states.pop(saved.level, None), info)
+        self.evidence, self.inactive = dict(saved.evidence), states
 
 
 def drifting(entries: Sequence[BucketState]) -> list[BucketState]:
@@ -387,7 +402,7 @@ class Batch:
         shares: whether the means are views of one array.
         before: the policy's evidence before the current step, to undo the step.
         buffer: packed gradients of the last step, whose memory serves again.
-        aside: a copy of the state before the current step, of which parts may be restored.
+        aside: a copy of `stored` before the current step, of which parts may be restored.
         mean: mean of the last closed step.
     """
 
@@ -404,7 +419,7 @@ class Batch:
         self.aside: State | None = None
         self.mean: Tensor | None = None
         self._tensors, self._on_cpu = tensors, on_cpu(entries[0].spec.device)
-        self._state: State | None = None  # of a stack; a single bucket stores its own
+        self._stored: State | None = None  # of a stack; a single bucket stores its own
         self._evidence: dict[str, Tensor] = {}
 
     # --------------------------------------------------------------------------- tensors in and out
@@ -472,7 +487,7 @@ class Batch:
         return not self.stacked or self._is_stacked()
 
     def _is_stacked(self) -> bool:
-        if self._state is None:
+        if self._stored is None:
             return False
         for entry in self.entries:  # a loop costs less than a generator, in each step
             if entry._stack is not self:
@@ -480,13 +495,13 @@ class Batch:
         return True
 
     def _stack_states(self) -> None:
-        states = [entry.state or {} for entry in self.entries]
+        states = [entry.stored or {} for entry in self.entries]
         tensors = [entry.evidence for entry in self.entries]
         state = {key: self._xp.stack([s[key] for s in states]) for key in states[0]}
         suiting = [x for x in self.declared if x.suits(self.first.compressor)]
         present = [x for x in suiting if any(x.key in row for row in tensors)]
         joined = {x.key: self._joined(x, tensors) for x in present}
-        self._state, self._evidence = state, joined
+        self._stored, self._evidence = state, joined
 
     def _joined(self, evidence: Evidence, tensors: Sequence[dict[str, Tensor]]) -> Tensor:
         pairs, key = zip(tensors, self.entries, strict=True), evidence.key
@@ -499,16 +514,27 @@ class Batch:
         return self._xp.stack(parts) if self.stacked else parts[0]
 
     @property
+    def stored(self) -> State:
+        return self.first.stored or {} if self._stored is None else self._stored
+
+    @property
     def state(self) -> State:
-        return self.first.state or {} if self._state is None else self._state
+        """Return the state that the compressor takes: `stored`, with its residual in fp32."""
+        return widened(self.stored)
+
+    def narrowed(self, state: State, info: Info) -> State:
+        """Return the state that a step has returned with its residual in words of bfloat16."""
+        seed = random.key("residual", info.rank, info.step)
+        names = [entry.name for entry in self.entries]
+        return narrowed(self.first.compressor, state, names, seed)
 
     @property
     def evidence(self) -> dict[str, Tensor]:
-        return self.first.evidence if self._state is None else self._evidence
+        return self.first.evidence if self._stored is None else self._evidence
 
     @evidence.setter
     def evidence(self, evidence: dict[str, Tensor]) -> None:
-        if self._state is None:
+        if self._stored is None:
             self.first.evidence = evidence
         else:
             self._evidence = evidence
@@ -536,12 +562,13 @@ class Batch:
 
     def set_aside(self) -> None:
         """Copy the state, for tensors whose mean may not be applied."""
-        self.aside = {key: self._xp.copy(value) for key, value in self.state.items()}
+        self.aside = {key: self._xp.copy(value) for key, value in self.stored.items()}
 
     def keep(self, state: State, absent: Sequence[Any] = ()) -> None:
-        """Store the state that a finished step has returned; the carried residuals are used up.
+        """Store the state of a finished step; the carried residuals are used up.
 
         Args:
+            state: the state, in the form in which it is stored.
             absent: whether the mean of each tensor is not applied, so that its state and carried
                 residual stay as they were; () if all are applied. May be symbolic.
         """
@@ -552,10 +579,10 @@ class Batch:
         for entry in self.entries if self.carries else ():
             own = [flag for _, flag in zip(entry.bucket.members, flags, strict=False)]
             entry.carried = self._still_carried(entry, own)
-        if self._state is None:
-            self.first.state = state
+        if self._stored is None:
+            self.first.stored = state
             return
-        self._state = state
+        self._stored = state
         if self._is_stacked():
             return
         place = 0

@@ -84,7 +84,7 @@ class PolicySync:
     def _step(self, batch: Batch, grad: Tensor, mean: Tensor = None) -> Step:
         buckets = len(batch.entries) if batch.stacked == "alike" else 0
         weight = self._exchange.policy.observers.weight
-        return Step(grad, batch.first.compressor, batch.state, weight, buckets, mean)
+        return Step(grad, batch.first.compressor, batch.stored, weight, buckets, mean)
 
     # ----------------------------------------------------------------------------------- decisions
     def tick(self, rates: Mapping[str, float]) -> None:

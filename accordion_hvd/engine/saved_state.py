@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from accordion_hvd import check
-from accordion_hvd.core.base import Compressor, Info, State, Tensor
+from accordion_hvd.core.base import Compressor, Info, State, Tensor, widened
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.base import UpdateRule
@@ -41,8 +41,8 @@ class SavedState:
         return tensors
 
     def residuals(self) -> list[Tensor]:
-        """Return all residuals: that of each level, and the carried one."""
-        rows = self.tensors().items()
+        """Return all residuals in fp32: that of each level, and the carried one."""
+        rows = self.widened().tensors().items()
         return [x for name, x in rows if name == _CARRIED or name.endswith("/error")]
 
     @classmethod
@@ -85,6 +85,10 @@ class SavedState:
                 check.refuse("state", "list of tensors", sorted(state), f"{sorted(made)}")
             for key, tensor in state.items():
                 _compare(key, tensor, made[key], spec)
+
+    def widened(self) -> SavedState:
+        """Return a copy with residuals in fp32."""
+        return replace(self, states={n: widened(state) for n, state in self.states.items()})
 
     def map(self, convert: Callable[[Any], Any]) -> SavedState:
         return SavedState.read(self.level, {k: convert(x) for k, x in self.tensors().items()})

@@ -229,8 +229,13 @@ class Step:
         return [share <= 0 for share in self._shares[index]]
 
     def result(self, index: int) -> tuple[Tensor, State]:
-        """Return the mean and the new state of bucket batch `index`; undefined if `bad` is True."""
-        return self._exchanges[index].result
+        """Return the mean and the new state of bucket batch `index`; undefined if `bad` is True.
+
+        Call it once: the step does not hold their memory any longer.
+        """
+        exchange = self._exchanges[index]
+        result, exchange.result = exchange.result, None
+        return result
 
     def take_back(self) -> None:
         """Close all generators and undo their changes of states in place."""

@@ -287,11 +287,12 @@ def expand(p: Array, q: Array, like: Array) -> Array:
 
 
 def deflate(error: Array, p: Array, q: Array) -> Array:
-    """Return error - p^T q in new memory.
+    """Return error - p^T q. Consumes `error` irreversibly.
 
     The result is bitwise equal to the intermediate value to which `project` adds the gradient.
     """
-    return error - transpose(p) @ q
+    out = consume(error)
+    return np.subtract(out, transpose(p) @ q, out=out)
 
 
 def zeros_reusing(x: Array) -> Array:
@@ -564,7 +565,7 @@ def from_wire(x: Array, wire: str, likes: Sequence[Array]) -> list[Array]:
 def _of_wire(x: Array, wire: str) -> Array:
     if wire != "bfloat16":
         return from_bytes(x, wire, (-1,)).astype(np.float32)
-    return (from_bytes(x, "uint16", (-1,)).astype(np.uint32) << 16).view(np.float32)
+    return widen(from_bytes(x, "int16", (-1,)))
 
 
 def checksum(x: Array) -> Array:
@@ -601,6 +602,8 @@ pack_signs = quantization.pack_signs
 pack_random_signs = quantization.pack_random_signs
 pack_powers = quantization.pack_powers
 sum_powers = quantization.sum_powers
+narrow = quantization.narrow
+widen = quantization.widen
 column_means = quantization.column_means
 sum_columns = quantization.sum_columns
 subtract_columns = quantization.subtract_columns

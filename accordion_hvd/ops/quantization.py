@@ -9,7 +9,8 @@ Stochastic rounding takes its random numbers from windows of one table; a hash o
 selects the position in the table. A random number thus costs one load and one addition, and is the
 same in every framework. The table holds each multiple of 2^-16 (plus half of that) equally often.
 Over seeds, the number at every position is therefore exactly uniform on that grid, and the bias of
-rounding is at most 2^-17 of a step.
+rounding is at most 2^-17 of a step. Rounding to bfloat16 takes the 16-bit numbers themselves, so it
+has no bias.
 """
 
 from __future__ import annotations
@@ -409,6 +410,62 @@ def _powers_of(packed: np.ndarray, start: int, out: np.ndarray, count: int) -> N
     np.copyto(bits, exponents[start : start + out.size])
     bits |= signs
     bits <<= 23
+
+
+# --------------------------------------------------------------------------------------- bfloat16
+@functools.cache
+def sixteens() -> np.ndarray:
+    """Return the table as 16-bit integers, each equally often."""
+    return (table() * (1 << 16)).astype(np.uint32)
+
+
+@functools.lru_cache(1 << 12)
+def windows(names: tuple[str, ...], count: int) -> tuple[np.ndarray, int]:
+    """Return counters of the windows of tensors of `count` elements, and the windows' width.
+
+    A tensor's counters, a row, derive from its name only. Its windows have equal widths, so that a
+    stack of many small tensors reads hardly more random numbers than it has elements.
+    """
+    number = -(-count // WINDOW)
+    rows = [random.words(backend("numpy"), number, random.key(name)) for name in names]
+    return np.stack(rows), -(-count // number)
+
+
+def narrow(x: np.ndarray, names: Sequence[str], seed: int) -> np.ndarray:
+    """Round fp32 stochastically to bfloat16; return its words (int16) in the shape of `x`.
+
+    A random number is added to the lower 16 bits of each fp32 word, and the upper 16 bits remain.
+    The mean over seeds is thus exactly x, and no error reaches a unit of bfloat16. Values that
+    bfloat16 has, infinities among them, do not change, and NaN remains NaN. Consumes `x`
+    irreversibly.
+
+    Args:
+        x: tensors of one size, side by side; fp32.
+        names: their names. The random numbers of a tensor depend on its name and on `seed` only.
+        seed: from `random.key`.
+    """
+    rows = _flat(consume(x)).reshape(len(names), -1)
+    words = np.empty(rows.shape, np.int16)
+    counters, width = windows(tuple(names), rows.shape[1])
+    places, noise = (random.hashed(counters, seed) % TABLE).tolist(), sixteens()
+    for row, out, starts in zip(rows, words, places, strict=True):
+        for i, place in enumerate(starts):
+            part = row[i * width : (i + 1) * width]
+            bits = _scratch.values[: part.size].view(np.uint32)
+            np.add(part.view(np.uint32), noise[place : place + part.size], out=bits)
+            np.copyto(bits, _NAN, where=np.isnan(part, out=_scratch.mask[: part.size]))
+            out[i * width : (i + 1) * width] = bits.view(np.int16)[1::2]  # little-endian
+    return words.reshape(x.shape)
+
+
+_NAN = np.uint32(0x7FC00000)  # a sum could carry out of the NaN of some processors
+
+
+def widen(words: np.ndarray) -> np.ndarray:
+    """Return words of bfloat16 (int16) as fp32, in new memory; inverse of `narrow`."""
+    bits = words.astype(np.uint32)
+    bits <<= 16
+    return bits.view(np.float32)
 
 
 # ---------------------------------------------------------------------------------------- columns

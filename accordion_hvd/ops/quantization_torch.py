@@ -7,6 +7,7 @@ No operation synchronizes a GPU. Results equal those on the CPU, except for the 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
@@ -126,6 +127,23 @@ def _powers(packed: Tensor, like: Tensor) -> Tensor:
     return bits.view(torch.float32).view(like.shape)
 
 
+def narrow(x: Tensor, names: Sequence[str], seed: int) -> Tensor:
+    """Round fp32 stochastically to words of bfloat16; see `ops.quantization`."""
+    rows = _flat(x).view(len(names), -1)
+    count = rows.shape[1]
+    counters, width = _windows(tuple(names), count, x.device)
+    places = random.hashed(counters, seed) % quantization.TABLE
+    noise = _table(quantization.sixteens, x.device).unfold(0, width, 1).index_select(0, places)
+    bits = rows.nan_to_num_(math.nan, math.inf, -math.inf).view(torch.int32)
+    bits += noise.view(len(names), -1)[:, :count]
+    return bits.view(torch.int16)[:, 1::2].reshape(x.shape)
+
+
+def widen(words: Tensor) -> Tensor:
+    """Return words of bfloat16 as fp32; see `ops.quantization`."""
+    return words.view(torch.bfloat16).float()
+
+
 def column_means(x: Tensor, packed: Tensor) -> Tensor:
     """Return the means per column of elements with bit 0 and bit 1; see `ops.quantization`."""
     bits = unpack_bits(packed, 1, x.numel()).view(x.shape).bool()
@@ -196,6 +214,12 @@ def _noise(source: Table, x: Tensor, seed: int) -> Tensor:
     # A view with each window as a row: one index a window, in place of one an element.
     rows = _table(source, x.device).unfold(0, quantization.WINDOW, 1)
     return rows.index_select(0, places).reshape(-1)[:count]
+
+
+@functools.lru_cache(1 << 12)
+def _windows(names: tuple[str, ...], count: int, device: torch.device) -> tuple[Tensor, int]:
+    counters, width = quantization.windows(names, count)
+    return torch.from_numpy(counters).view(-1).to(device), width
 
 
 @functools.cache

@@ -696,6 +696,16 @@ def sum_powers(parts: Sequence[Tensor], weight: float, like: Tensor) -> Tensor:
     return _on_host(oracle.sum_powers, [parts, weight, _scratch(like)], tf.float32, shape(like))
 
 
+def narrow(x: Tensor, names: Sequence[str], seed: Any) -> Tensor:
+    """Round fp32 stochastically to words of bfloat16; see `ops.quantization`."""
+    return _on_host(oracle.narrow, [x, names, seed], tf.int16, shape(x))
+
+
+def widen(words: Tensor) -> Tensor:
+    """Return words of bfloat16 as fp32; see `ops.quantization`."""
+    return tf.cast(tf.bitcast(words, tf.bfloat16), tf.float32)
+
+
 def column_means(x: Tensor, packed: Tensor) -> Tensor:
     """Return the means per column of elements with bit 0 and bit 1; see `ops.quantization`."""
     *front, _, m = shape(x)

@@ -249,7 +249,7 @@ def project(
     if error.device.type != "cpu":
         bad = too_large(grad)
         journal.record(lambda: error.add_(p.mT @ q))
-        total = accumulate(_deflated(error, p, q), zero_if_bad(grad, bad))
+        total = accumulate(deflate(error, p, q), zero_if_bad(grad, bad))
         projected = basis @ (total if left else total.mT)
         projected = projected.masked_fill(bad > 0, math.inf)
         return total, projected.masked_fill_(bad > 1, math.nan)
@@ -257,7 +257,7 @@ def project(
         if not _fits(grad):
             return error, torch.full_like(q if left else p, _excess(grad))
         journal.record(lambda: error.add_(p.mT @ q))
-        total = accumulate(_deflated(error, p, q), grad)
+        total = accumulate(deflate(error, p, q), grad)
         return total, basis @ (total if left else total.mT)
     projected = torch.zeros_like(q) if left else torch.empty_like(p)
     for rows in _blocks(error):
@@ -309,12 +309,7 @@ def expand(p: Tensor, q: Tensor, like: Tensor) -> Tensor:
 
 
 def deflate(error: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """Return error - p^T q; see `accordion_hvd.ops.numpy`."""
-    return _deflated(copy(error), p, q)
-
-
-def _deflated(error: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """Subtract p^T q from `error` in place."""
+    """Return error - p^T q; see `accordion_hvd.ops.numpy`. Consumes `error` irreversibly."""
     if error.dim() == 3 and p.shape[-2] == 1:  # several times as fast for small matrices
         return error.sub_(p.mT * q)
     if not _by_blocks(error):
@@ -769,6 +764,8 @@ pack_signs = _numpy_on_cpu(anywhere.pack_signs)
 pack_random_signs = _numpy_on_cpu(anywhere.pack_random_signs)
 pack_powers = _numpy_on_cpu(anywhere.pack_powers)
 sum_powers = _numpy_on_cpu(anywhere.sum_powers)
+narrow = _numpy_on_cpu(anywhere.narrow)
+widen = anywhere.widen
 column_means = _numpy_on_cpu(anywhere.column_means)
 sum_columns = _numpy_on_cpu(anywhere.sum_columns)
 subtract_columns = _numpy_on_cpu(anywhere.subtract_columns)

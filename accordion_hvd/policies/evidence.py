@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from accordion_hvd.core.base import Compressor, State, Tensor
+from accordion_hvd.core.base import Compressor, State, Tensor, widened
 from accordion_hvd.ops import namespace, on_cpu, random
 from accordion_hvd.ops.spec import FOLDS
 
@@ -35,7 +35,8 @@ class Step:
     Attributes:
         grad: this rank's gradients, without residuals; read-only.
         compressor: the compressor that serves the buckets.
-        state: the state before the step in `Evidence.before`, the new state in `Evidence.after`.
+        stored: the state before the step in `Evidence.before`, the new one in `Evidence.after`, as
+            it is stored.
         weight: number of small batches whose gradients `grad` averages.
         buckets: number of buckets, stacked along a first dimension; 0 for a single bucket in its
             own shape, or for several buckets in one vector.
@@ -44,10 +45,14 @@ class Step:
 
     grad: Tensor
     compressor: Compressor
-    state: State
+    stored: State
     weight: int = 1
     buckets: int = 0
     mean: Tensor = None
+
+    def residual(self) -> Tensor | None:
+        """Return the residual in fp32; None without error feedback."""
+        return self.compressor.residual(widened(self.stored))
 
     def weighted(self, x: Tensor) -> Tensor:
         return x if self.weight == 1 else x * self.weight
@@ -216,7 +221,7 @@ class CompressionError(Evidence):
 
     def before(self, kept: Tensor, step: Step) -> Tensor:
         """Add |residual + gradient|^2."""
-        xp, residual = namespace(kept), step.compressor.residual(step.state)
+        xp, residual = namespace(kept), step.residual()
         if residual is None:
             return kept
         x = xp.cast(step.grad, "float32") + xp.reshape(residual, xp.shape(step.grad))
@@ -224,7 +229,7 @@ class CompressionError(Evidence):
 
     def after(self, kept: Tensor, step: Step) -> Tensor:
         """Add |new residual|^2."""
-        residual = step.compressor.residual(step.state)
+        residual = step.residual()
         return kept if residual is None else _add_square(kept, residual, step.buckets, place=1)
 
     def read(self, exchange: Exchange) -> Reading:

@@ -60,6 +60,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         skip: shell-style patterns of the names of variables that are exchanged uncompressed.
         scale_local: whether to divide the gradients of local variables by the number of ranks.
         hyper: settings of the optimizer, by group, for exchange generators (`Info.hyper`).
+        residual_dtype: dtype in which residuals are stored between steps.
 
     Attributes:
         agrees: whether ranks compare their set-ups before the first exchange.
@@ -83,6 +84,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         ledger: Any = None,
         scale_local: bool = True,
         hyper: Mapping[str, Mapping[str, Any]] | None = None,
+        residual_dtype: str = "float32",
     ) -> None:
         self.variables, self.scale_local = variables, scale_local
         self.hyper, self.group_of = hyper, _no_group
@@ -102,6 +104,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
             policy, process_set, total=total,
             sparse_as_dense=sparse_as_dense or policy.observers.find(Alternation) is not None,
             skip=skip, guard=guard, ledger=ledger, with_settings=hyper is not None,
+            residual_dtype=residual_dtype,
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------ variables
@@ -129,7 +132,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         self.enlist()
         exchange = TensorFlowExchange(
             self.communicator, self.policy, tensors, skip=self.skip, name=self.name,
-            ledger=self.ledger,
+            ledger=self.ledger, residual_dtype=self.residual_dtype,
         )  # fmt: skip
         exchange.hyper, exchange.loss_scale = self.hyper or {}, self.scaler
         return exchange

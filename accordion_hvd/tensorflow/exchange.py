@@ -182,12 +182,13 @@ class TensorFlowExchange(Exchange):
         entry.prepare(self.info(entry))
         wanted = self.sync.wanted(entry) if self.sync is not None else ()
         entry.evidence = {x.key: x.zeros(entry) for x in wanted} | entry.evidence
-        assert entry.state is not None
+        stored = entry.stored
+        assert stored is not None
         levels = (entry.level, None)
         for key in [k for k in self._variables if k[0] == index and k[1] not in levels]:
             del self._variables[key]  # variables of another level
-        entry.state = {
-            k: self._as_variable((index, entry.level, k), value) for k, value in entry.state.items()
+        entry.stored = {
+            k: self._as_variable((index, entry.level, k), value) for k, value in stored.items()
         }
         entry.evidence = {
             k: self._as_variable((index, None, k), value) for k, value in entry.evidence.items()
@@ -224,7 +225,7 @@ class TensorFlowExchange(Exchange):
         """
         assert self._clock is not None and self._lost_steps is not None
         assert self._seconds is not None and self._began is not None and self._row is not None
-        variables = [(s.state or {}, s.evidence, s.carried) for s in self.bucket_states]
+        variables = [(s.stored or {}, s.evidence, s.carried) for s in self.bucket_states]
         self._now, lost = self._clock.read_value(), self._lost_steps.read_value()
         self.in_a_row = row = self._row.read_value()
         with tf.control_dependencies([self._now, row]):  # after the previous step
@@ -262,13 +263,13 @@ class TensorFlowExchange(Exchange):
 
     def _put_back(self, variables: Sequence[tuple[Any, Any, Any]]) -> None:
         for entry, stored in zip(self.bucket_states, variables, strict=True):
-            entry.state, entry.evidence, entry.carried = stored
+            entry.stored, entry.evidence, entry.carried = stored
 
     def _trace_step(
         self, grads: Sequence[Tensor], lr: Any, weights: Sequence[Tensor], present: Tensor | None
     ) -> Traced:
         for entry in self.bucket_states:
-            entry.state = {key: tf.identity(value) for key, value in (entry.state or {}).items()}
+            entry.stored = {key: tf.identity(value) for key, value in (entry.stored or {}).items()}
             entry.evidence = {key: tf.identity(value) for key, value in entry.evidence.items()}
             entry.carried = None if entry.carried is None else tf.identity(entry.carried)
         step = self.open(self.rates(lr))
@@ -277,7 +278,7 @@ class TensorFlowExchange(Exchange):
             pass
         self.close()
         changed = [
-            (dict(entry.state or {}), dict(entry.evidence), entry.carried)
+            (dict(entry.stored or {}), dict(entry.evidence), entry.carried)
             for entry in self.bucket_states
         ]
         means = self.means()
@@ -294,7 +295,7 @@ class TensorFlowExchange(Exchange):
         present: Tensor | None,
     ) -> Traced:
         """Trace a step of a turn, from the variables, which remain in place."""
-        variables = [(s.state or {}, s.evidence, s.carried) for s in self.bucket_states]
+        variables = [(s.stored or {}, s.evidence, s.carried) for s in self.bucket_states]
         self._turn = turn
         try:
             means, changed, bad = self._trace_step(grads, lr, weights, present)

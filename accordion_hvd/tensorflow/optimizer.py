@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from accordion_hvd.comm.communicator import ProcessSet
 from accordion_hvd.comm.horovod.tensorflow import hvd
+from accordion_hvd.core.base import ResidualDtype
 from accordion_hvd.engine.guard import Mode
 from accordion_hvd.resolve import Compression, is_ours
 
@@ -33,6 +34,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     skip: Sequence[str] = (),
     guard: Mode | None = None,
     guard_every: int | None = None,
+    residual_dtype: ResidualDtype = "float32",
 ) -> Any:
     """Wrap `optimizer` so that each step uses gradients that are averaged over all ranks.
 
@@ -61,4 +63,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         return hvd.DistributedOptimizer(optimizer, use_locking=use_locking, **options)
     from accordion_hvd.tensorflow.keras.optimizer import DistributedOptimizer as Keras
 
-    return Keras(optimizer, **options, skip=skip, guard=guard, guard_every=guard_every)
+    return Keras(
+        optimizer, **options, skip=skip, guard=guard, guard_every=guard_every,
+        residual_dtype=residual_dtype,
+    )  # fmt: skip

@@ -18,6 +18,7 @@ from accordion_hvd.comm.communicator import ProcessSet
 from accordion_hvd.comm.horovod.tensorflow import hvd
 from accordion_hvd.compressors import BF16, FP16, Dense
 from accordion_hvd.compressors.wrappers import HorovodCompression
+from accordion_hvd.core.base import ResidualDtype
 from accordion_hvd.engine.guard import Guard, Mode
 from accordion_hvd.policies import Fixed, Policy
 from accordion_hvd.resolve import Compression, resolve
@@ -44,6 +45,7 @@ def DistributedGradientTape(  # noqa: N802 (Horovod's name)
     guard: Mode | None = None,
     guard_every: int | None = None,
     lr: Callable[[], Any] | None = None,
+    residual_dtype: ResidualDtype = "float32",
 ) -> Any:
     """Wrap a gradient tape so that `gradient` returns averages over all ranks.
 
@@ -92,6 +94,9 @@ def DistributedGradientTape(  # noqa: N802 (Horovod's name)
             always compared. Default: the environment variable ACCORDION_HVD_GUARD_EVERY, else 100.
         lr: function that returns the learning rate, such as `lambda: optimizer.learning_rate`, for
             policies such as `Accordion`.
+        residual_dtype: dtype in which the residuals of error feedback are stored between steps,
+            `"float32"` or `"bfloat16"`. The latter halves their memory: they are rounded
+            stochastically, without bias (docs/methods.md). Compressors without residuals ignore it.
 
     Returns:
         A tape of a subclass of `type(gradtape)` that has recorded the same operations.
@@ -118,7 +123,7 @@ def DistributedGradientTape(  # noqa: N802 (Horovod's name)
     tape._local = set()
     tape._arguments = (
         compression, process_set, op, sparse_as_dense, check.patterns(skip), guard, guard_every,
-        scale_local_gradients,
+        scale_local_gradients, residual_dtype,
     )  # fmt: skip
     tape._lr, tape._calls = lr, 0
     return tape
@@ -247,7 +252,7 @@ def _averager(
     place: tuple[Any, ...],
     lr: Callable[[], Any] | None,
 ) -> TensorFlowGradientAverager:
-    compression, process_set, op, sparse_as_dense, skip, guard, every, scale_local = arguments
+    compression, process_set, op, as_dense, skip, guard, every, scale_local, dtype = arguments
     ids = tuple(map(key_of, variables))
     settings = (process_set.process_set_id, *arguments[2:], frozenset(local))
     key = (compression, settings, place, ids)
@@ -259,7 +264,8 @@ def _averager(
         elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
         if elastic:
             _check_elastic(resolved.serving)
-        use = replace(use, owner="DistributedGradientTape", takes_steps=False)
+        owner = "DistributedGradientTape"
+        use = replace(use, owner=owner, takes_steps=False, residual_dtype=dtype)
         validate(resolved, replace(use, knows_optimizer=False, knows_rate=lr is not None))
         serving = resolved.serving
         assert isinstance(serving, Policy)
@@ -268,10 +274,11 @@ def _averager(
             process_set,
             references(variables),
             total=op == hvd.Sum,
-            sparse_as_dense=sparse_as_dense,
+            sparse_as_dense=as_dense,
             skip=skip,
             guard=Guard("off" if elastic else guard, every, resolved.guard),
             scale_local=scale_local,
+            residual_dtype=dtype,
         )
         averager.agrees = not elastic  # ranks that join take their first step later than others
         averager.local = set(local)

@@ -155,6 +155,8 @@ def _facts(about: dict[str, Any]) -> str:
     if about.get("skipped"):
         facts.append(f"{number_of(about['skipped'], 'step')} skipped")
     facts.append(number_of(len(about.get("tensors", ())), "tensor"))
+    if about.get("residual_dtype", "float32") != "float32":
+        facts.append(f"residuals in {about['residual_dtype']}")
     if hosts := about.get("machines"):
         facts.append(number_of(len(hosts), "host"))
     if history := policy.get("history"):

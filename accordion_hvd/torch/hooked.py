@@ -86,7 +86,7 @@ def _check_scaler(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> 
     members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for reducer in unaware:
         own = not members.isdisjoint(map(id, reducer._names))
-        if own and any(entry.state for entry in reducer.exchange.bucket_states):
+        if own and any(entry.stored for entry in reducer.exchange.bucket_states):
             allowed = "the GradScaler of this training: residuals would follow its scale"
             check.refuse(reducer.owner, "grad_scaler", None, allowed)
 
@@ -156,12 +156,13 @@ def suitable(
     skip: Sequence[str],
     passes: int = 1,
     lr: Callable[[], float] | None = None,
+    residual_dtype: str = "float32",
 ) -> Resolved:
     """Return what `compression` means, after a check that a hook can serve it.
 
     Raises:
         TypeError: if `compression` is none of these.
-        ValueError: if a hook cannot serve the policy.
+        ValueError: if a hook cannot serve the policy, or there is no such dtype.
     """
     resolved = resolve(compression)
     plain = optimizer is not None and validation.is_plain(optimizer)
@@ -169,6 +170,7 @@ def suitable(
         module="accordion_hvd.torch", ranks=1, members=1, optimizer=type(optimizer).__name__,
         plain=plain, skip=check.patterns(skip), passes=passes, owner=owner, takes_steps=False,
         knows_optimizer=optimizer is not None, knows_rate=lr is not None,
+        residual_dtype=residual_dtype,
     )  # fmt: skip
     validate(resolved, use)
     policy = resolved.serving

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.agreement import require_agreement
 from accordion_hvd.comm.communicator import ProcessSet
+from accordion_hvd.core.base import ResidualDtype
 from accordion_hvd.engine.controls import Controls
 from accordion_hvd.engine.guard import Guard, Mode
 from accordion_hvd.engine.ledger import LedgerOption, as_ledger
@@ -45,6 +47,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     guard_every: int | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     ledger: LedgerOption = None,
+    residual_dtype: ResidualDtype = "float32",
 ) -> WrappedOptimizer:
     """Wrap `optimizer` so that each step uses gradients that are averaged over all ranks.
 
@@ -109,6 +112,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             `ledger.json` during the training and `receipt.html` at its end; or False for none.
             Default: the folder in the environment variable ACCORDION_HVD_LEDGER ("off": none), else
             a ledger in memory (`exchange.ledger`).
+        residual_dtype: dtype in which the residuals of error feedback are stored between steps,
+            `"float32"` or `"bfloat16"`. The latter halves their memory: they are rounded
+            stochastically, without bias (docs/methods.md). Compressors without residuals ignore it.
 
     Returns:
         An instance of a subclass of `type(optimizer)` with the same state, defaults and parameter
@@ -149,7 +155,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     validation.check_parameters(names)
     validation.check_not_averaged(names)
     resolved, passes, skip = resolve(compression), backward_passes_per_step, check.patterns(skip)
-    validate(resolved, validation.use_of(optimizer, process_set, op == hvd.Sum, skip, passes))
+    use = validation.use_of(optimizer, process_set, op == hvd.Sum, skip, passes)
+    validate(resolved, replace(use, residual_dtype=residual_dtype))
     validation.check_optimizer(resolved, optimizer, grad_scaler is not None)
     serving = resolved.serving
     if isinstance(serving, Averaging):
@@ -159,6 +166,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         "sparse_as_dense": sparse_as_dense, "process_set": process_set, "skip": skip,
         "guard": Guard(guard, guard_every, resolved.guard), "scaler": grad_scaler,
         "predivide": gradient_predivide_factor, "ledger": as_ledger(ledger),
+        "residual_dtype": residual_dtype,
     }  # fmt: skip
     wrapped: Any = _wrap(type(optimizer), optimizer.__dict__, names, options)
     wrapped._inner = weakref.ref(optimizer)
@@ -203,8 +211,8 @@ class _Distributed(Controls):
             _synchronize_before_unscaling(options["scaler"], self)
 
     def _make_averager(self: Any, names: Named) -> Reducer:
-        keys = ("total", "sparse_as_dense", "skip", "scaler", "passes", "guard", "ledger")
-        options = {key: self._options[key] for key in keys}
+        given = ("policy", "process_set", "predivide")  # which are no keywords of a Reducer
+        options = {key: x for key, x in self._options.items() if key not in given}
         reference: Any = weakref.ref(self)
         process_set = self._options["process_set"]
         return Reducer(names, self._policy, process_set, reference, **options)
@@ -418,7 +426,7 @@ class _Distributed(Controls):
         validation.check_optimizer(Resolved(self._policy), self, True)
         averager = self._averager
         begun = averager.finished or averager.in_flight
-        keeps = begun and any(entry.state for entry in averager.exchange.bucket_states)
+        keeps = begun and any(entry.stored for entry in averager.exchange.bucket_states)
         if keeps or (averager.in_flight and self.grad_scale is None):
             averager.reset()
             allowed = "the GradScaler of this training: its gradients are averaged in scaled units"

@@ -61,6 +61,7 @@ class Reducer(GradientAverager[Exchange]):
         scaler: the GradScaler of the training, so that residuals are stored unscaled.
         settings: names of the group settings that exchange generators receive in `Info.hyper`;
             tensors of different groups then never share a bucket. None: no settings.
+        residual_dtype: dtype in which residuals are stored between steps.
 
     Attributes:
         hooked: whether hooks of the parameters announce gradients.
@@ -99,6 +100,7 @@ class Reducer(GradientAverager[Exchange]):
         ledger: Any = None,
         scaler: Any = None,
         settings: Sequence[str] | None = None,
+        residual_dtype: str = "float32",
     ) -> None:
         self.settings, self.listening = settings, settings is None and self.hooked
         self.scaler, self.optimizer, self.lr = scaler, optimizer, lr
@@ -111,6 +113,7 @@ class Reducer(GradientAverager[Exchange]):
         super().__init__(
             policy, process_set, total=total, sparse_as_dense=sparse_as_dense, skip=skip,
             guard=guard, ledger=ledger, with_settings=settings is not None,
+            residual_dtype=residual_dtype,
         )  # fmt: skip
         self.watch(named)
         self.check_patterns()
@@ -179,7 +182,7 @@ class Reducer(GradientAverager[Exchange]):
         """Return an exchange that reuses its buffers in each step."""
         exchange = Exchange(
             self.communicator, self.policy, tensors, skip=self.skip, name=self.name,
-            ledger=self.ledger,
+            ledger=self.ledger, residual_dtype=self.residual_dtype,
         )  # fmt: skip
         exchange.notes_absence = self.leaves_unused
         if self.scaler is not None:  # scales that only steps know may differ between ranks

@@ -37,6 +37,8 @@ def times(device: str) -> None:
         ways[f"PyTorch's PowerSGD, rank {rank}"] = functools.partial(_theirs, rank)
     for spec in OURS:
         ways[f"ours, {spec}"] = functools.partial(_hooked, spec)
+    narrow = functools.partial(_hooked, "powersgd:4", residual_dtype="bfloat16")
+    ways["ours, powersgd:4, bfloat16 residuals"] = narrow
     for name, make in MODELS.items():
         found: dict[str, float] = {}
         count = sum(p.numel() for p in make(device)[0].parameters())
@@ -163,7 +165,7 @@ def _theirs(rank: int, net: Any) -> Any:
     return model
 
 
-def _hooked(spec: str, net: Any) -> Any:
+def _hooked(spec: str, net: Any, **options: Any) -> Any:
     from accordion_hvd import Accordion, ddp, parse
 
     echo.without_watch()
@@ -172,5 +174,5 @@ def _hooked(spec: str, net: Any) -> Any:
     )  # fmt: skip
     model = _ddp(net)
     rates = torch.optim.SGD(net.parameters(), lr=1e-4)  # policies read its learning rate
-    ddp.register(model, compression, optimizer=rates, guard="off", ledger=False)
+    ddp.register(model, compression, optimizer=rates, guard="off", ledger=False, **options)
     return model

@@ -141,6 +141,11 @@ def test_any_device_gives_the_same_bytes(size: int) -> None:
             anywhere.sum_quantized([packed] * 2, [steps] * 2, *grid, out2)
             anywhere.subtract_quantized(rest2, packed, steps, *grid)
             assert same_bits(out2.numpy(), out) and same_bits(rest2.numpy(), rest)
+    for names in (["w"], ["u", "v", "w"]):
+        words = same("narrow", np.stack([x] * len(names)), names, 7)
+        same("widen", words)
+        alone = [quantization.narrow(x, [name], 7) for name in names]
+        assert same_bits(words, np.stack(alone)), "the numbers of a tensor are its own"
     packed, out = same("pack_powers", x, 9), np.empty(size, np.float32)
     quantization.sum_powers([packed] * 3, 0.25, out)
     out2 = torch.empty(size)

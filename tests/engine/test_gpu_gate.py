@@ -52,6 +52,10 @@ SPECS = (
     "TwoLevel(TopK(0.01))", "Accordion(low=PowerSGD(4), high=PowerSGD(1))",
 )  # fmt: skip
 FEW = ("dense", "topk:0.01", "powersgd:4")
+NARROW = ", bfloat16 residuals"
+"""End of the specs of rows with `residual_dtype="bfloat16"`."""
+
+ROWS = (*SPECS, *(spec + NARROW for spec in ("topk:0.01", "dgc:0.01", "powersgd:4")))
 LAYERS, WIDTH, RANKS = 2, 264, 4  # a matrix is larger than those that a CPU stacks
 
 
@@ -77,9 +81,11 @@ def parameters(layers: int, kind: Any = Card) -> list[tuple[str, Any]]:
     return [(f"x{i}", torch.nn.Parameter(kind(x))) for i, x in enumerate(values)]
 
 
-def through_optimizer(named: Any, compression: Any) -> tuple[Callable[[], None], Any]:
+def through_optimizer(named: Any, compression: Any, dtype: Any) -> tuple[Callable[[], None], Any]:
     inner = torch.optim.SGD([p for _, p in named], 0.1)
-    optimizer = hvd.DistributedOptimizer(inner, named, compression, guard="off", ledger=False)
+    optimizer = hvd.DistributedOptimizer(
+        inner, named, compression, guard="off", ledger=False, residual_dtype=dtype
+    )
 
     def step() -> None:
         loss_of(named).backward()
@@ -88,9 +94,9 @@ def through_optimizer(named: Any, compression: Any) -> tuple[Callable[[], None],
     return step, optimizer._averager
 
 
-def through_ddp(named: Any, compression: Any) -> tuple[Callable[[], None], Any]:
+def through_ddp(named: Any, compression: Any, dtype: Any) -> tuple[Callable[[], None], Any]:
     """DDP's buckets in the order of the backward pass; DDP itself does not take cards."""
-    reducer = made(BucketReducer, named, compression)
+    reducer = made(BucketReducer, named, compression, dtype)
     reducer.finds_unused = False
     buffer = Card(torch.zeros(sum(p.numel() for _, p in named)))
     views = buffer.split([p.numel() for _, p in named])
@@ -110,16 +116,18 @@ def through_ddp(named: Any, compression: Any) -> tuple[Callable[[], None], Any]:
     return step, reducer
 
 
-def through_fsdp(named: Any, compression: Any) -> tuple[Callable[[], None], Any]:
-    reducer = made(ShardReducer, named, compression)
+def through_fsdp(
+    named: Any, compression: Any, dtype: Any = "float32"
+) -> tuple[Callable[[], None], Any]:
+    reducer = made(ShardReducer, named, compression, dtype)
     return lambda: loss_of(named).backward(), reducer
 
 
-def made(kind: Any, named: Any, compression: Any) -> Any:
+def made(kind: Any, named: Any, compression: Any, dtype: Any) -> Any:
     optimizer = torch.optim.SGD([p for _, p in named], 0.1)
     reducer = kind(
         named, as_policy(compression), of_group(None), lambda: optimizer,
-        ledger=as_ledger(False), guard=Guard("off"),
+        ledger=as_ledger(False), guard=Guard("off"), residual_dtype=dtype,
     )  # fmt: skip
     reducer.own = frozenset(id(p) for _, p in named)
     return reducer
@@ -133,12 +141,14 @@ DOORS = {"optimizer": through_optimizer, "ddp": through_ddp, "fsdp": through_fsd
 
 
 @contextmanager
-def trained(door: str, compression: Any, layers: int = LAYERS) -> Iterator[Watch]:
+def trained(door: str, row: str, layers: int = LAYERS) -> Iterator[Watch]:
     """Take steps through a door; yield the record of the last one."""
+    compression = parse(row.removesuffix(NARROW))
+    dtype = "bfloat16" if row.endswith(NARROW) else "float32"
     watch = Mirror.watch = Watch()
     with watch:
         named = parameters(layers)
-        step, owner = DOORS[door](named, compression)
+        step, owner = DOORS[door](named, compression, dtype)
         for number in range(3):
             for _, p in named:
                 p.grad = None
@@ -161,10 +171,10 @@ def table() -> dict[tuple[str, str], dict[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", ROWS)
 @pytest.mark.parametrize("door", DOORS)
 def test_a_step_waits_for_no_more_than_is_listed(door: str, spec: str) -> None:
-    with trained(door, parse(spec)) as watch:
+    with trained(door, spec) as watch:
         waits = Counter(f"{place} {kind} {name}" for kind, name, place in watch.waits)
     if "GPU_GATE" in os.environ:  # a file, which gets the rows of this run
         with open(os.environ["GPU_GATE"], "a", newline="") as file:
@@ -173,14 +183,14 @@ def test_a_step_waits_for_no_more_than_is_listed(door: str, spec: str) -> None:
     assert dict(waits) == table().get((door, spec), {}), "the list only shrinks: see GPU_GATE"
 
 
-def operations(compression: Any, layers: int) -> int:
+def operations(row: str, layers: int) -> int:
     """Return the number of operations of a step of DDP's hook beyond the backward pass.
 
     All messages are one fusion group; a step has four of them or more.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Exchange, "group_bytes", math.inf)
-        with trained("ddp", compression, layers) as watch:
+        with trained("ddp", row, layers) as watch:
             whole = sum(watch.operations.values())
             named = parameters(layers)
             watch.operations.clear()
@@ -189,10 +199,10 @@ def operations(compression: Any, layers: int) -> int:
     return whole - sum(watch.operations.values())
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.seldom(where=lambda spec: spec not in FEW)
+@pytest.mark.parametrize("spec", ROWS)
+@pytest.mark.seldom(where=lambda spec: spec.removesuffix(NARROW) not in FEW)
 def test_a_step_runs_no_more_operations_than_are_listed(spec: str) -> None:
-    found = [operations(parse(spec), layers) for layers in (12, 48)]
+    found = [operations(spec, layers) for layers in (12, 48)]
     if "GPU_GATE" in os.environ:
         with open(os.environ["GPU_GATE"], "a", newline="") as file:
             csv.writer(file).writerow([spec, *found])
@@ -200,8 +210,10 @@ def test_a_step_runs_no_more_operations_than_are_listed(spec: str) -> None:
     with open(OPERATIONS, newline="") as file:
         listed = {row["spec"]: [int(row["12"]), int(row["48"])] for row in csv.DictReader(file)}
     assert found == listed[spec], "the list only shrinks: see GPU_GATE"
-    assert f"| `{spec}` | {found[0]} | {found[1]} |" in PAGE.read_text()
-    if getattr(parse(spec), "batching", "alike"):  # a policy's levels have stacks
+    plain = spec.removesuffix(NARROW)
+    label = f"`{plain}`{spec.removeprefix(plain)}"
+    assert f"| {label} | {found[0]} | {found[1]} |" in PAGE.read_text()
+    if getattr(parse(plain), "batching", "alike"):  # a policy's levels have stacks
         assert found[1] <= 1.05 * found[0], "stacks take as many operations, whatever their height"
     assert spec != "powersgd:4" or max(found) <= 60
 

@@ -68,6 +68,7 @@ INDEX = np.array([3, 9, 10, 39], np.int32)
 PLACES = np.int32([[[0, 1, 2], [3, 4, 9]], [[5, 0, 0], [9, 1, 11]]])  # of two rows' three chunks
 NAN = np.array([1, np.nan, 3], np.float32)
 INF = np.array([np.inf, -np.inf], np.float32)
+EDGES = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-40, 1e-30, 3e38, -3e38, np.inf, -np.inf, np.nan]
 HUGE = np.full(1200, 1e36, np.float32)  # finite, but its sum is not
 CUBE = RNG.standard_normal((3, 4, 7)).astype(np.float32)
 CUBE_OF_7 = RNG.standard_normal((3, 7, 7)).astype(np.float32)
@@ -228,6 +229,13 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("pack_random_signs", (np.tanh(V.astype(np.float64)), 5), 0),
     *[("pack_powers", (x, 5), 0) for x in (X, LONG, NAN, INF, V.astype(np.float16))],
     ("sum_powers", ([q.pack_powers(LONG, 5), q.pack_powers(LONG, 6)], 0.5, LONG), 0),
+    *[
+        ("narrow", (x, ["w", "v"], seed), 0)
+        for x in (LONG, np.float32([EDGES] * 2))
+        for seed in (5, 6)
+    ],
+    ("narrow", (CUBE, ["u", "v", "w"], 5), 0),
+    ("widen", (np.arange(-(2**15), 2**15).astype(np.int16).reshape(4, -1),), 0),
     *[("column_means", (x, q.pack_signs(x.reshape(-1), None)), 0) for x in (X, CUBE, WIDE)],
     ("sum_columns", ([BITS[:5], BITS[5:10]], [X[:2], X[2:4]], X), 0),
     ("sum_columns", ([BITS[:11]], [CUBE[:, :2].copy()], CUBE), 0),

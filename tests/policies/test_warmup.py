@@ -139,7 +139,7 @@ def test_all_ranks_and_tensors_change_at_once(framework: Framework) -> None:
     world = simulate(OnebitAdam(betas, warmup_steps="auto"), 3)
     early = train(world, framework, range(span))
     for entry in world.exchanges[2].bucket_states:
-        entry.state = {**entry.state, "v": entry.state["v"] * 1.5}
+        entry.stored = {**entry.state, "v": entry.state["v"] * 1.5}
     levels = early + train(world, framework, range(span, 6 * span))
     assert all(len(now) == 1 for now in levels)
     flat = [now.pop() for now in levels]

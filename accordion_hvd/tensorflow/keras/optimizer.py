@@ -6,7 +6,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -16,6 +16,7 @@ from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.communicator import ProcessSet
 from accordion_hvd.comm.horovod.tensorflow import hvd
+from accordion_hvd.core.base import ResidualDtype
 from accordion_hvd.engine import gain
 from accordion_hvd.engine.controls import Controls, ModelControls
 from accordion_hvd.engine.guard import Guard, Mode
@@ -57,6 +58,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     guard: Mode | None = None,
     guard_every: int | None = None,
     ledger: LedgerOption = None,
+    residual_dtype: ResidualDtype = "float32",
 ) -> WrappedOptimizer:
     """Wrap `optimizer` so that each step uses gradients that are averaged over all ranks.
 
@@ -116,6 +118,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             `ledger.json` during the training and `receipt.html` at its end; or False for none.
             Default: the folder in the environment variable ACCORDION_HVD_LEDGER ("off": none), else
             a ledger in memory (`exchange.ledger`).
+        residual_dtype: dtype in which the residuals of error feedback are stored between steps,
+            `"float32"` or `"bfloat16"`. The latter halves their memory: they are rounded
+            stochastically, without bias (docs/methods.md). Compressors without residuals ignore it.
 
     Returns:
         An optimizer of a subclass of `type(optimizer)` with the same name, so that Keras loads
@@ -147,7 +152,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             "Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, 2
         )
     resolved, passes, skip = resolve(compression), backward_passes_per_step, check.patterns(skip)
-    validate(resolved, validation.use_of(optimizer, process_set, op == hvd.Sum, skip, passes))
+    use = validation.use_of(optimizer, process_set, op == hvd.Sum, skip, passes)
+    validate(resolved, replace(use, residual_dtype=residual_dtype))
     validation.check_optimizer(resolved, optimizer)
     serving = resolved.serving
     if isinstance(serving, Averaging):
@@ -161,6 +167,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     settings = Settings(
         serving, process_set, op == hvd.Sum, sparse_as_dense, skip, mode, guard_every,
         scale_local_gradients, passes, average_aggregated_gradients, ledger=as_ledger(ledger),
+        residual_dtype=residual_dtype,
     )  # fmt: skip
     wrapped = wrap(optimizer, settings)
     if wrapped.averaging is not None:
@@ -209,6 +216,7 @@ class Settings:
     average_passes: bool
     hyper: Any = None  # settings for exchange generators (`Info.hyper`)
     ledger: Any = None
+    residual_dtype: str = "float32"
     used: bool = False
 
     def averager(self, variables: Callable[[], Sequence[Any]]) -> TensorFlowGradientAverager:
@@ -230,6 +238,7 @@ class Settings:
             ledger=ledger,
             scale_local=self.scale_local,
             hyper=self.hyper,
+            residual_dtype=self.residual_dtype,
         )
 
     def models(self, averager: TensorFlowGradientAverager) -> TensorFlowModelAverager | None:
