@@ -47,6 +47,16 @@ def integer(owner: Any, name: str, value: Any, *, least: int, most: int | None =
         refuse(owner, name, value, f"an integer {allowed}")
 
 
+def has(owner: Any, name: str, value: Any, keys: Iterable[str]) -> None:
+    """Raise ValueError unless `value` is a mapping that has these keys."""
+    if not isinstance(value, Mapping):
+        refuse(owner, name, value, "a dict")
+    for key in keys:
+        if key not in value:
+            kind = owner if isinstance(owner, str) else type(owner).__name__
+            raise ValueError(f"{kind}: the {name} has no {key!r}, but must have it.")
+
+
 def ratio(owner: Any, name: str, value: Any) -> None:
     """Raise ValueError unless `value` is a number in (0, 1]."""
     if not is_number(value) or not 0 < value <= 1:

@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from accordion_hvd import check
 from accordion_hvd.comm.torch_distributed.process_sets import of_group
 from accordion_hvd.core.base import ResidualDtype
 from accordion_hvd.engine import checkpoint
@@ -171,13 +172,14 @@ class State:
         """Return the reducer; the first call, after `init_process_group`, makes it."""
         if self._reducer is None:
             optimizer = self._optimizer
-            self._reducer = BucketReducer(
+            reducer = BucketReducer(
                 self._named, self.policy, of_group(self._group),
                 lambda: optimizer, **self._options,
             )  # fmt: skip
-            self._reducer.own, self._reducer.finds_unused = self._own, self._finds_unused
+            reducer.own, reducer.finds_unused = self._own, self._finds_unused
             if self._loaded is not None:
-                self._reducer.adopt(self._loaded)
+                reducer.adopt(self._loaded)
+            self._reducer = reducer
         return self._reducer
 
     @property
@@ -208,11 +210,13 @@ class State:
         If ranks load the state of another rank, all ranks discard their residuals.
 
         Raises:
-            ValueError: if the state belongs to another model or policy.
+            ValueError: if the state belongs to another model or policy, or lacks a key; nothing has
+                changed then. Before `init_process_group`, the first step raises it.
         """
-        self._loaded = state_dict["exchange"]
+        check.has("ddp.State", "state_dict", state_dict, ("exchange",))
         if self._reducer is not None:
-            self._reducer.adopt(self._loaded)
+            self._reducer.adopt(state_dict["exchange"])
+        self._loaded = state_dict["exchange"]
 
 
 class BucketReducer(HookedReducer):

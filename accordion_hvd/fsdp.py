@@ -136,12 +136,16 @@ class State(HookedState):
         """Load a `state_dict()` of this rank.
 
         Raises:
-            ValueError: if the state is that of another rank, model or policy.
+            ValueError: if the state is that of another rank, model or policy, or was cut short;
+                nothing has changed then.
         """
         key = f"rank{dist.get_rank()}"
-        if key not in state_dict:
-            check.refuse("fsdp.State", "state_dict", sorted(state_dict), f"one with {key!r}")
-        self._reducer.adopt(torch.load(io.BytesIO(state_dict[key]), weights_only=True))
+        check.has("fsdp.State", "state_dict", state_dict, (key,))
+        try:
+            saved = torch.load(io.BytesIO(state_dict[key]), weights_only=True)
+        except Exception as error:  # of any kind: bytes may be anything
+            raise ValueError(f"fsdp.State: {key!r} of the state_dict is no state.") from error
+        self._reducer.adopt(saved)
 
 
 class ShardReducer(BackwardReducer):

@@ -302,6 +302,23 @@ def test_a_checkpoint_keeps_the_residuals() -> None:
     assert torch.equal(again[1].weights(), replicas[0].weights())
 
 
+def test_a_refused_state_changes_nothing() -> None:
+    replicas = group_of("topk:0.1")
+    averager, before = replicas[0].averager, owed(replicas)
+    saved, link = averager.state_dict()["exchange"], averager._reducer.communicator
+    other = {**saved["about"], "compression": "another"}
+    wrongs = [{k: x for k, x in saved.items() if k != key} for key in ("rank", "about", "tensors")]
+    for wrong in (*wrongs, {**saved, "about": other}, {**saved, "tensors": {}}):
+        with pytest.raises(ValueError, match="state|when saved"):
+            averager.load_state_dict({"exchange": wrong})
+        assert averager._reducer.communicator is averager.exchange.communicator is link
+        np.testing.assert_array_equal(owed(replicas), before)
+    with pytest.raises(ValueError, match="state_dict has no 'exchange'"):
+        averager.load_state_dict({})
+    train(replicas)
+    assert_equal(replicas)
+
+
 def test_the_end_of_a_window_outlives_a_failed_step() -> None:
     replicas = group_of("accordion(topk(0.2),topk(0.05))")
     for replica in replicas:

@@ -1,17 +1,19 @@
 """Checkpoints of the state that optimizers' own checkpoints omit: residuals, levels, policy.
 
 A checkpoint has one file per rank (NumPy arrays, no pickles) and a manifest, written whole or not
-at all (`checkpoint_files`). Residuals are saved as they are stored, in fp32 or as words of bfloat16
-(int16), and converted if the exchange that continues stores them otherwise. On another number of
-ranks, the sum of the residuals over the ranks stays the same: each new rank gets an equal part. For
-compressed optimizers, the update rule defines the conversion (`Compressor.rescale`). On another
-number of ranks or other hosts, sharded residuals (`TwoLevel`) are carried as residuals of full
-tensors.
+at all (`checkpoint_files`). A state is restored in two parts: all ranks read and check all of it,
+and only then does any of them change something (`Restore`). Residuals are saved as they are stored,
+in fp32 or as words of bfloat16 (int16), and converted if the exchange that continues stores them
+otherwise. On another number of ranks, the sum of the residuals over the ranks stays the same: each
+new rank gets an equal part. For compressed optimizers, the update rule defines the conversion
+(`Compressor.rescale`). On another number of ranks or other hosts, sharded residuals (`TwoLevel`)
+are carried as residuals of full tensors.
 """
 
 from __future__ import annotations
 
 import abc
+import copy
 import functools
 import io
 import json
@@ -40,13 +42,20 @@ from accordion_hvd.optimizers.base import UpdateRule
 logger = logging.getLogger(__name__)
 
 Loader = Callable[[int], dict[str, np.ndarray]]
+Restore = Callable[[], None]
+"""Function that restores a state that was checked before, and so changes all of it or nothing."""
 _live: list[weakref.ref[Any]] = []
 
 
 class Keeper(abc.ABC):
-    """Interface of objects other than exchanges that save and restore their own state."""
+    """Interface of objects other than exchanges that save and restore their own state.
+
+    Attributes:
+        steps: number of steps so far.
+    """
 
     communicator: Communicator
+    steps: int
 
     @abc.abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -61,8 +70,8 @@ class Keeper(abc.ABC):
         """
 
     @abc.abstractmethod
-    def restore(self, row: dict[str, Any], load: Loader, ranks: int) -> None:
-        """Restore a saved state.
+    def restoring(self, row: dict[str, Any], load: Loader, ranks: int) -> Restore:
+        """Check a saved state, and return the function that restores it.
 
         Args:
             row: the saved result of `describe`.
@@ -78,7 +87,8 @@ def register(owner: Any) -> None:
     """Register `owner.exchange` to be saved and restored while `owner` is alive.
 
     Before the exchange is restored, `owner.expect(names)` is called with the names of the tensors
-    of the saved exchange, because the exchange may not exist before the first step.
+    of the saved exchange, because the exchange may not exist before the first step. It returns a
+    function that undoes the call, or None if there is nothing to undo.
     """
     _live.append(weakref.ref(owner))
 
@@ -89,42 +99,62 @@ def owners() -> list[Any]:
     return [owner for reference in _live if (owner := reference()) is not None]
 
 
-def save_state(directory: str | Path, only: Sequence[Any] = ()) -> None:
+def save_state(directory: str | Path, only: Sequence[Any] = (), *, step: int | None = None) -> int:
     """Write the state of all exchanges of this job, whole or not at all; collective.
 
     The directory keeps the last two checkpoints. If this one cannot be written, they are unchanged.
+    A directory belongs to one job at a time: until the job ends or saves elsewhere, others are
+    refused.
 
     Args:
         directory: directory on a file system that all ranks share; created if it does not exist.
         only: distributed optimizers to save; default: all of this process.
+        step: number by which a script finds the model that it saves with this state; default: the
+            number of steps of the first optimizer.
+
+    Returns:
+        The step, which `load_state` returns, too.
 
     Raises:
-        RuntimeError: on every rank, if a rank cannot write, or if there is nothing to save.
+        RuntimeError: on every rank, if a rank cannot write, if another job saves to the directory,
+            if `step` is not equal on all ranks, or if there is nothing to save.
     """
     chosen = [owner.exchange for owner in _chosen(only)]
     directory, lead = Path(directory), chosen[0].communicator
     doing = f"writing to {directory}"
-    name = _on_rank_0(lead, lambda: files.new_folder(directory).name, doing)
-    folder = directory / name
+    rows = _on_all_ranks(lead, lambda: _begin(directory, lead, step), doing)
+    if len({row[0] for row in rows}) > 1:
+        steps = [row[0] for row in rows]
+        raise RuntimeError(f"state: {doing} failed: step is {steps} on ranks 0, 1, ..., but must "
+                           "be equal on all.")  # fmt: skip
+    step = chosen[0].steps if step is None else int(step)
+    known = next((name for _, name in rows if name is not None), None)
+    owner = _on_rank_0(lead, lambda: files.claim(directory, known), doing)
+    if lead.rank:
+        files.follow(directory, owner)
+    folder = directory / _on_rank_0(lead, lambda: files.new_folder(directory).name, doing)
     try:
         rows = _on_all_ranks(lead, lambda: _write(folder, chosen), doing)
-        _on_rank_0(lead, lambda: _complete(folder, chosen, rows), doing)
+        return _on_rank_0(lead, lambda: _complete(folder, chosen, rows, step, owner), doing)
     except RuntimeError:
         if lead.rank == 0 and not (folder / files.MANIFEST).exists():
             files.remove(folder)  # of a full disk, perhaps
         raise
 
 
-def load_state(directory: str | Path, only: Sequence[Any] = ()) -> None:
+def load_state(directory: str | Path, only: Sequence[Any] = ()) -> int:
     """Restore a state written by `save_state`, on any number of ranks; collective.
 
     A checkpoint that is incomplete or has changed is skipped, and rank 0 logs why: the one before
-    it is restored.
+    it is restored. If an error is raised, nothing has changed on any rank.
 
     Args:
         directory: directory of the saved state.
         only: distributed optimizers to restore, in the order in which they were saved; default: all
             of this process.
+
+    Returns:
+        The step with which the state was saved: load the model of the same step.
 
     Raises:
         RuntimeError: on every rank, if no checkpoint is complete, if the newest complete one does
@@ -134,8 +164,17 @@ def load_state(directory: str | Path, only: Sequence[Any] = ()) -> None:
     directory, lead = Path(directory), chosen[0].communicator
     doing = f"reading from {directory}"
     folder, manifest = _newest(lead, directory, doing)
-    _on_all_ranks(lead, lambda: _prepare(manifest, chosen), doing)
-    _on_all_ranks(lead, lambda: _restore(folder, manifest, chosen), doing)
+    undo: list[Restore] = []
+    ready: list[Restore] = []
+    try:
+        _on_all_ranks(lead, lambda: _prepare(manifest, chosen, undo), doing)
+        _on_all_ranks(lead, lambda: ready.extend(_restoring(folder, manifest, chosen)), doing)
+    except RuntimeError:
+        for take_back in undo:
+            take_back()
+        raise
+    _on_all_ranks(lead, lambda: [restore() for restore in ready], doing)
+    return manifest["step"]
 
 
 def describe(exchange: Exchange) -> dict[str, Any]:
@@ -158,6 +197,7 @@ def describe(exchange: Exchange) -> dict[str, Any]:
                 "level": s.level,
                 "served": exchange.counted - s.served_from,
                 "turns": [list(turn) for turn in s.served_by_level.items()],
+                "state": sorted(s.stored or ()),
             }
             for s in exchange.bucket_states
         ],
@@ -176,11 +216,15 @@ def named(saved: Sequence[SavedState], prefix: str = "") -> dict[str, Any]:
 
 def read_named(tensors: Mapping[str, Any], about: dict[str, Any]) -> list[SavedState]:
     """Return the saved states with these tensors, as from `named`; `about` is from `describe`."""
-    by_bucket: list[dict[str, Any]] = [{} for _ in about["buckets"]]
+    by_bucket: dict[str, dict[str, Any]] = {str(i): {} for i in range(len(about["buckets"]))}
     for name, tensor in tensors.items():
         number, _, key = name.partition("/")
-        by_bucket[int(number)][key] = tensor
-    rows = zip(about["buckets"], by_bucket, strict=True)
+        if number not in by_bucket:
+            check.refuse("state", "name of a tensor", name, f"one of {len(by_bucket)} buckets")
+        by_bucket[number][key] = tensor
+    for row, found in zip(about["buckets"], by_bucket.values(), strict=True):
+        check.has("state", f"state of {row['name']}", found, [f"state/{k}" for k in row["state"]])
+    rows = zip(about["buckets"], by_bucket.values(), strict=True)
     return [SavedState.read(row["level"], arrays) for row, arrays in rows]
 
 
@@ -192,23 +236,31 @@ def snapshot(exchange: Exchange) -> dict[str, Any]:
 
 
 def adopt(exchange: Exchange, saved: dict[str, Any]) -> bool:
-    """Restore a `snapshot`.
+    """Restore a `snapshot`; as `adopting` does, but now."""
+    own, restore_it = adopting(exchange, saved)
+    restore_it()
+    return own
+
+
+def adopting(exchange: Exchange, saved: Any) -> tuple[bool, Restore]:
+    """Check a `snapshot`, and return the function that restores it.
 
     A snapshot of another rank, or of another number of ranks, is restored without per-rank state
     (`Compressor.rescale_from_one`).
 
     Returns:
-        Whether the snapshot was made by this rank in a job of this size.
+        Whether the snapshot was made by this rank in a job of this size; the function.
 
     Raises:
         ValueError: if the snapshot does not fit; the message has the reason.
     """
-    compare(exchange, saved["about"])
+    check.has("state", "state_dict", saved, ("rank", "ranks", "about", "tensors"))
+    about = saved["about"]
+    compare(exchange, about)
     arrays = {key: exchange.xp.to_numpy(value) for key, value in saved["tensors"].items()}
-    mine, link = read_named(arrays, saved["about"]), exchange.communicator
+    mine, link = read_named(arrays, about), exchange.communicator
     own = (saved["rank"], saved["ranks"]) == (link.rank, link.size)
-    restore(exchange, mine if own else _from_one(exchange, mine), saved["about"])
-    return own
+    return own, restoring(exchange, mine if own else _from_one(exchange, mine), about)
 
 
 def move(exchange: Exchange, link: Communicator) -> None:
@@ -255,44 +307,57 @@ def agree_on_origin(exchange: Exchange, own: bool, device: Any = None) -> None:
 
 
 def restore(exchange: Exchange, mine: Sequence[SavedState], about: dict[str, Any]) -> None:
-    """Restore the exchange from the saved state of each bucket and a result of `describe`.
+    """Restore the exchange; as `restoring` does, but now."""
+    restoring(exchange, mine, about)()
+
+
+def restoring(exchange: Exchange, mine: Sequence[SavedState], about: dict[str, Any]) -> Restore:
+    """Return the function that restores an exchange.
+
+    Args:
+        mine: the saved state of each bucket.
+        about: a result of `describe`.
 
     Raises:
-        ValueError: if a value is not of the kind that `describe` returns.
+        ValueError: if a value does not fit; the exchange has not changed then.
     """
-    _check_kinds(exchange, about)
-    pairs = zip(about["buckets"], exchange.bucket_states, strict=True)
-    names = {row["name"]: entry.bucket.name for row, entry in pairs}
-    exchange.policy.load_state_dict(_renamed(about["policy"], names))
-    exchange.steps, exchange.skipped = about["steps"], about["skipped"]
+    _check_like(about["policy"], exchange.policy.state_dict())
     lead = exchange.communicator
     made = _info_when_saved(about, lead.rank, lead.size)
+    loaded = []
     for row, entry, saved in zip(about["buckets"], exchange.bucket_states, mine, strict=True):
-        entry.served_from, entry.served_by_level = exchange.counted, {}
-        entry.name = row["seed"]
+        new = exchange.load_bucket_state(entry, saved, made)
+        new.name, new.served_by_level = row["seed"], {}
+        new.served_from = about["steps"] - about["skipped"]
         if saved.states or not of_parts(entry.levels):
-            entry.served_from -= row["served"]
-            entry.served_by_level = dict(row["turns"])
-        exchange.load_bucket_state(entry, saved, made)
+            new.served_from -= row["served"]
+            new.served_by_level = dict(row["turns"])
+        loaded.append(new)
+    pairs = zip(about["buckets"], exchange.bucket_states, strict=True)
+    policy = _renamed(about["policy"], {row["name"]: entry.bucket.name for row, entry in pairs})
+    trial = copy.deepcopy(exchange.policy)
+    trial.load_state_dict(copy.deepcopy(policy))
+    for entry in exchange.bucket_states:
+        level = trial.choice(entry.bucket)
+        most = len(entry.levels) - 1
+        check.integer("state", f"level of {entry.bucket.name}", level, least=0, most=most)
+
+    def restore_it() -> None:
+        exchange.policy.load_state_dict(policy)
+        exchange.steps, exchange.skipped = about["steps"], about["skipped"]
+        exchange.replace_bucket_states(loaded)
+
+    return restore_it
 
 
-def _check_kinds(exchange: Exchange, about: dict[str, Any]) -> None:
-    """Check that saved values are of the kinds of present ones, and that levels exist."""
-    ours = describe(exchange)
-    rows = [(about, ours), (about["policy"], ours["policy"])]
-    rows += zip(about["buckets"], ours["buckets"], strict=True)
-    for saved, mine in rows:
-        for key in mine.keys() & saved.keys():
-            if mine[key] is not None and _kind_of(saved[key]) is not _kind_of(mine[key]):
-                check.refuse("state", key, saved[key], f"of the kind of {mine[key]!r}")
-            if key in ("steps", "skipped", "served"):
-                check.integer("state", key, saved[key], least=0)
-    current = about["policy"]["current"]
-    for row, entry in zip(about["buckets"], exchange.bucket_states, strict=True):
-        level = current.get(row["name"], 0)
-        check.integer(
-            "state", f"level of {row['name']}", level, least=0, most=len(entry.levels) - 1
-        )
+def _check_like(saved: Any, ours: Mapping[str, Any]) -> None:
+    """Check that a mapping has the keys of the present one, and values of the same kinds."""
+    check.has("state", "saved state", saved, ours)
+    for key, mine in ours.items():
+        if mine is not None and _kind_of(saved[key]) is not _kind_of(mine):
+            check.refuse("state", key, saved[key], f"of the kind of {mine!r}")
+        if key in ("steps", "skipped", "served"):
+            check.integer("state", key, saved[key], least=0)
 
 
 def _kind_of(value: Any) -> type:
@@ -322,6 +387,14 @@ def _chosen(only: Sequence[Any]) -> list[Any]:
     return chosen
 
 
+def _begin(directory: Path, lead: Communicator, step: int | None) -> tuple[int | None, str | None]:
+    """Return this rank's step, and the name under which its job has claimed the directory."""
+    if step is not None:
+        check.integer("save_state", "step", step, least=0)
+        step = int(step)  # NumPy's integers are none of JSON
+    return step, files.claimed(directory, lead.rank == 0)
+
+
 def _write(folder: Path, chosen: Sequence[Any]) -> dict[str, Any]:
     """Write this rank's file and return its row in the manifest."""
     if not folder.is_dir():
@@ -335,16 +408,21 @@ def _write(folder: Path, chosen: Sequence[Any]) -> dict[str, Any]:
     return files.write_file(files.rank_file(folder, lead.rank, lead.size), buffer.getbuffer())
 
 
-def _complete(folder: Path, chosen: Sequence[Any], rows: list[dict[str, Any]]) -> None:
-    """Write the manifest, and remove old checkpoints once it is on the disk."""
+def _complete(
+    folder: Path, chosen: Sequence[Any], rows: list[dict[str, Any]], step: int, owner: str
+) -> int:
+    """Write the manifest, and remove old checkpoints once it is on the disk; return the step."""
     manifest = {
         "version": accordion_hvd.__version__,
+        "owner": owner,
+        "step": step,
         "ranks": len(rows),
         "files": rows,
         "exchanges": [describe(exchange) for exchange in chosen],
     }
     files.write_manifest(folder, manifest)
     files.remove_old(folder.parent)
+    return step
 
 
 def _arrays(exchange: Exchange, prefix: str) -> dict[str, np.ndarray]:
@@ -409,30 +487,33 @@ def _fall_back(
         logger.warning("accordion_hvd: %s.", message)
 
 
-def _prepare(manifest: dict[str, Any], chosen: Sequence[Any]) -> None:
-    """Check that the saved exchanges fit, before any is restored."""
+def _prepare(manifest: dict[str, Any], chosen: Sequence[Any], undo: list[Restore]) -> None:
+    """Check that the saved exchanges fit; functions that undo preparations come to `undo`."""
     saved = manifest["exchanges"]
     if len(saved) != len(chosen):
         raise ValueError(
             f"{len(saved)} optimizers were saved, but there are {len(chosen)} to restore"
         )
     for owner, row in zip(chosen, saved, strict=True):
-        owner.expect(row["tensors"])
+        check.has("state", "saved state", row, ("steps", "tensors"))
+        undo += filter(None, [owner.expect(row["tensors"])])
     for owner, row in zip(chosen, saved, strict=True):
         if not isinstance(owner.exchange, Keeper):
             compare(owner.exchange, row)
 
 
-def _restore(folder: Path, manifest: dict[str, Any], chosen: Sequence[Any]) -> None:
-    ranks = manifest["ranks"]
+def _restoring(folder: Path, manifest: dict[str, Any], chosen: Sequence[Any]) -> list[Restore]:
+    """Read the saved exchanges, and return functions that restore them."""
+    ranks, ready = manifest["ranks"], []
     for number, (owner, row) in enumerate(zip(chosen, manifest["exchanges"], strict=True)):
-        load = functools.partial(_load, folder, ranks, f"{number}/")
-        if isinstance(owner.exchange, Keeper):
-            owner.exchange.restore(row, load, ranks)
+        exchange, load = owner.exchange, functools.partial(_load, folder, ranks, f"{number}/")
+        if isinstance(exchange, Keeper):
+            ready.append(exchange.restoring(row, load, ranks))
             continue
-        restore(owner.exchange, _for_this_rank(owner.exchange, row, load, ranks), row)
-        if ranks != owner.exchange.communicator.size and owner.exchange.communicator.rank == 0:
-            _report_rescaling(owner.exchange, ranks)
+        ready.append(restoring(exchange, _for_this_rank(exchange, row, load, ranks), row))
+        if ranks != exchange.communicator.size and exchange.communicator.rank == 0:
+            ready.append(functools.partial(_report_rescaling, exchange, ranks))
+    return ready
 
 
 def _report_rescaling(exchange: Exchange, ranks: int) -> None:
@@ -500,8 +581,7 @@ def _info_when_saved(row: dict[str, Any], rank: int, ranks: int) -> Info:
 
 
 def _load(folder: Path, ranks: int, prefix: str, rank: int) -> dict[str, np.ndarray]:
-    with np.load(files.rank_file(folder, rank, ranks), allow_pickle=False) as file:
-        return {key.removeprefix(prefix): file[key] for key in file if key.startswith(prefix)}
+    return files.read_arrays(files.rank_file(folder, rank, ranks), prefix)
 
 
 def compare(exchange: Exchange, saved: dict[str, Any]) -> None:
@@ -509,13 +589,16 @@ def compare(exchange: Exchange, saved: dict[str, Any]) -> None:
     if "buckets" not in saved:
         method = saved.get("averaging")
         raise ValueError(f"the compression is {exchange.policy!r}, but was {method} when saved")
+    here = describe(exchange)
+    for theirs, mine in [(saved, here), *zip(saved["buckets"], here["buckets"], strict=False)]:
+        _check_like(theirs, mine)
     ours = [(s.bucket.name, list(s.bucket.shape)) for s in exchange.bucket_states]
-    theirs = [(row["name"], row["shape"]) for row in saved["buckets"]]
-    for mine, other in zip(ours, theirs, strict=False):
-        if mine[1] != other[1] or not same_name(mine[0], other[0]):
-            raise ValueError(f"bucket {mine[0]!r} {mine[1]} was {other[0]!r} {other[1]} when saved")
-    if len(ours) != len(theirs):
-        raise ValueError(f"there are {len(ours)} buckets, but {len(theirs)} were saved")
+    for mine, row in zip(ours, saved["buckets"], strict=False):
+        name, shape = row["name"], row["shape"]
+        if mine[1] != shape or not same_name(mine[0], name):
+            raise ValueError(f"bucket {mine[0]!r} {mine[1]} was {name!r} {shape} when saved")
+    if len(ours) != len(saved["buckets"]):
+        raise ValueError(f"there are {len(ours)} buckets, but {len(saved['buckets'])} were saved")
     if repr(exchange.policy) != saved["compression"]:
         raise ValueError(
             f"the compression is {exchange.policy!r}, but was {saved['compression']} when saved"
@@ -537,7 +620,7 @@ def _on_all_ranks(lead: Communicator, action: Callable[[], Any], doing: str) -> 
     try:
         result = action()
     except Exception as error:  # of any kind, because the other ranks wait for this one
-        clear = isinstance(error, (OSError, ValueError)) and str(error)
+        clear = isinstance(error, (OSError, ValueError)) and str(error).removesuffix(".")
         problem = clear or f"{type(error).__name__}: {error}"
         cause = error
     texts = lead.run("accordion.checkpoint", gather_texts(lead, json.dumps([result, problem])))

@@ -4,28 +4,41 @@ A directory has the last two checkpoints, each in its own folder (`state-00001`,
 with one file per rank and `manifest.json`. Every file is written under another name, forced to the
 disk and renamed. The manifest, which has the files' sizes and checksums, comes last: a folder
 without it was not written to its end.
+
+The first rank of a job holds a lock on the directory's file `lock` as long as its process lives.
+Where the file system has no locks, the owner in the newest manifest shows that another job saves.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
+import secrets
+import socket
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+LOCK = "lock"
 _KEPT = 2
 _FOLDER = re.compile(r"state-(\d{5,})")
 _CHUNK = 1 << 20
 _MOST_NAMED = 10  # missing files in a message
+_SAFELY = os.O_NOFOLLOW | os.O_CLOEXEC
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 
 
 class Damaged(ValueError):
@@ -74,18 +87,39 @@ def make_directory(path: Path) -> None:
 
 def write_file(path: Path, content: bytes | memoryview) -> dict[str, Any]:
     """Write a file durably, whole or not at all, and return its row in the manifest."""
+    write_whole(path, content, durable=True)
+    return {"bytes": len(content), "blake2b": _digest([content])}
+
+
+def write_whole(path: Path, content: bytes | memoryview, *, durable: bool) -> None:
+    """Write a file, whole or not at all, and force it to the disk if `durable`.
+
+    The content is first written to a new file beside it: to none that exists, and through no link.
+
+    Raises:
+        OSError: if that fails; there is no new file then, and the old one is as it was, unless only
+            the directory could not be forced to the disk.
+    """
     part = path.with_name(path.name + ".part")
     try:
-        with open(part, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-        sync_directory(path.parent)
+        part.unlink(missing_ok=True)  # left by a crash
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFELY, 0o666)
+        try:
+            left = memoryview(content)
+            while left:
+                left = left[os.write(descriptor, left) :]
+            if durable:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(part, path)
+        if durable:
+            sync_directory(path.parent)
     except OSError as error:  # of a full disk, it names neither the file nor its size
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
         reason = error.strerror or error
         raise OSError(f"{path.name} ({len(content)} bytes) cannot be written: {reason}") from error
-    return {"bytes": len(content), "blake2b": _digest([content])}
 
 
 def sync_directory(path: Path) -> None:
@@ -127,6 +161,115 @@ def remove(folder: Path) -> None:
         folder.rmdir()
 
 
+# ------------------------------------------------------------------------------------------- owners
+class Claim(NamedTuple):
+    """The directory to which this process's job saves.
+
+    Attributes:
+        owner: name of the job.
+        before: owner of the newest checkpoint when this rank claimed the directory, "" if there was
+            none; None if another rank did.
+        lock: descriptor of the locked file; None if another rank holds it, or nobody can.
+    """
+
+    directory: Path
+    owner: str
+    before: str | None = None
+    lock: int | None = None
+
+
+_claim: Claim | None = None  # the last one
+
+
+def claimed(directory: Path, leads: bool) -> str | None:
+    """Return the name under which this rank's job has claimed a directory; None if it has not.
+
+    Ranks that do not lead, but did once, release the lock.
+    """
+    if _claim is None or _claim.directory != directory.absolute():
+        return None
+    owner = _claim.owner
+    if not leads:
+        follow(directory, owner)
+    return owner
+
+
+def claim(directory: Path, owner: str | None) -> str:
+    """Claim a directory for this job, until this process ends or saves elsewhere.
+
+    Args:
+        owner: name under which the job has claimed it before; None if it has not.
+
+    Returns:
+        The name of the job.
+
+    Raises:
+        ValueError: if another job has claimed the directory, or has saved there since.
+    """
+    global _claim
+    make_directory(directory)
+    place, mine = directory.absolute(), _claim
+    newest = next(filter(None, map(_owner_of, _numbered(directory))), "")
+    if mine is not None and mine.directory == place and mine.before is not None:
+        if newest not in ("", mine.owner, mine.before):
+            raise ValueError(_refusal(newest, "has saved"))
+        if mine.lock is None or os.fstat(mine.lock).st_nlink:  # nobody has removed the file
+            return mine.owner
+    release()
+    name = f"job {secrets.token_hex(4)} (process {os.getpid()} on {socket.gethostname()})"
+    _claim = Claim(place, owner or name, newest, _locked(place / LOCK, owner or name))
+    return _claim.owner
+
+
+def follow(directory: Path, owner: str) -> None:
+    """Remember the owner of a directory, on a rank that does not lead."""
+    global _claim
+    release()
+    _claim = Claim(directory.absolute(), owner)
+
+
+def _locked(path: Path, owner: str) -> int | None:
+    """Lock a file and write the owner into it; return its descriptor, or None without locks."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _SAFELY, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, owner.encode())
+    except BlockingIOError:
+        other = os.read(descriptor, 200).decode(errors="replace")
+        os.close(descriptor)
+        raise ValueError(_refusal(other or "another job", "saves")) from None
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
+    return descriptor
+
+
+def _refusal(other: str, does: str) -> str:
+    return f"{other} {does} to this directory, too; give each job a directory of its own"
+
+
+def _owner_of(folder: Path) -> str | None:
+    try:
+        return str(read_manifest(folder)["owner"])
+    except (OSError, ValueError):
+        return None
+
+
+def release() -> None:
+    """End the claim: another process may save there. In a forked child, the parent's lock stays."""
+    global _claim
+    before, _claim = _claim, None
+    if before is not None and before.lock is not None:
+        with contextlib.suppress(OSError):
+            os.close(before.lock)
+
+
+os.register_at_fork(after_in_child=release)
+
+
 # ------------------------------------------------------------------------------------------ reading
 def survey(directory: Path) -> list[tuple[str, bool]]:
     """Return where in the directory checkpoints are, newest first, and whether each has a manifest.
@@ -164,12 +307,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         Damaged: if the manifest has changed.
         ValueError: if the manifest has another format.
     """
-    try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-    except ValueError as error:
-        raise Damaged(f"{MANIFEST} is not JSON ({error})") from error
-    if not isinstance(manifest, dict):
-        raise Damaged(f"{MANIFEST} has a {type(manifest).__name__}, but must have an object")
+    manifest = parsed((folder / MANIFEST).read_bytes(), MANIFEST)
     if manifest.get("format") != FORMAT:
         raise ValueError(
             f"{MANIFEST} of {folder.name} has format {manifest.get('format')!r}, but must have "
@@ -179,11 +317,60 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     stated, found = manifest.pop("checksum", None), _checksum(manifest)
     if stated != found:
         raise Damaged(f"{MANIFEST} has changed: its checksum is {found}, but was {stated}")
-    if missing := {"ranks", "exchanges", "files"} - manifest.keys():
+    if missing := {"ranks", "exchanges", "files", "owner", "step"} - manifest.keys():
         raise Damaged(f"{MANIFEST} has no {sorted(missing)[0]!r}")
-    if (ranks := manifest["ranks"]) is True or not isinstance(ranks, int) or ranks < 1:
-        raise Damaged(f"{MANIFEST} has ranks {ranks!r}, but must have an integer of at least 1")
+    for key, least in (("ranks", 1), ("step", 0)):
+        if (value := manifest[key]) is True or not isinstance(value, int) or value < least:
+            wanted = f"an integer of at least {least}"
+            raise Damaged(f"{MANIFEST} has {key} {value!r}, but must have {wanted}")
     return manifest
+
+
+def parsed(content: bytes, name: str) -> dict[str, Any]:
+    """Return the object that JSON contains; Damaged, which names it as `name`, if there is none."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:  # the latter if it is nested too deeply
+        raise Damaged(f"{name} is not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise Damaged(f"{name} has a {type(found).__name__}, but must have an object")
+    return found
+
+
+def read_arrays(path: Path, prefix: str) -> dict[str, np.ndarray]:
+    """Return the arrays of a rank's file whose names begin with `prefix`, by the rest of the name.
+
+    Arrays that would take more memory than the file has bytes are refused before they are read.
+
+    Raises:
+        Damaged: if a size is wrong, or an array has objects, whose pickles are never loaded.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            rows = archive.infolist()
+            total = sum(row.file_size for row in rows)
+            if total > path.stat().st_size or any(row.compress_type for row in rows):
+                raise Damaged(f"{path.name} has arrays of {total} bytes, which is more than it has")
+            wanted = [row for row in rows if row.filename.startswith(prefix)]
+            return {
+                row.filename.removeprefix(prefix).removesuffix(".npy"): _array(archive, row)
+                for row in wanted
+            }
+    except zipfile.BadZipFile as error:
+        raise Damaged(f"{path.name} cannot be read ({error})") from error
+
+
+def _array(archive: zipfile.ZipFile, row: zipfile.ZipInfo) -> np.ndarray:
+    with archive.open(row) as file:
+        version = np.lib.format.read_magic(file)
+        if version != (1, 0):
+            raise Damaged(f"array {row.filename} has format {version}, but must have (1, 0)")
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        size = math.prod(shape) * dtype.itemsize
+        if size != row.file_size - file.tell() and not dtype.hasobject:
+            raise Damaged(f"array {row.filename} of {size} bytes is not whole")
+        file.seek(0)
+        return np.lib.format.read_array(file, allow_pickle=False)
 
 
 def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:

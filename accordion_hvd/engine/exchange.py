@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import math
@@ -466,8 +467,8 @@ class Exchange:
 
     def load_bucket_state(
         self, entry: BucketState, saved: SavedState, made: Info | None = None
-    ) -> None:
-        """Restore a bucket from its saved state.
+    ) -> BucketState:
+        """Return a bucket's state with a saved one in it; `entry` stays as it is.
 
         Args:
             saved: saved state, in NumPy.
@@ -482,11 +483,19 @@ class Exchange:
             info = replace(info, rank=made.rank, size=made.size, hosts=made.hosts)
         saved = saved.widened()
         saved.check(entry.levels, entry.spec, info, evidence)
-        entry.load(saved.map(lambda array: self.xp.asarray(array, entry.spec.device)), info)
-        entry.created_with = made
+        loaded = copy.copy(entry)
+        loaded.load(saved.map(lambda array: self.xp.asarray(array, entry.spec.device)), info)
+        loaded.created_with = made
+        return loaded
+
+    def replace_bucket_states(self, loaded: Sequence[BucketState]) -> None:
+        """Put the results of `load_bucket_state` in the place of all buckets' states."""
+        for entry, new in zip(self.bucket_states, loaded, strict=True):
+            vars(entry).update(vars(new))
         self.outdate()
-        if entry.bucket.compress:  # measurements of a gate are no longer valid
-            self.switch(entry, self.policy.choice(entry.bucket))
+        for entry in self.bucket_states:
+            if entry.bucket.compress:  # measurements of a gate are no longer valid
+                self.switch(entry, self.policy.choice(entry.bucket))
 
     # --------------------------------------------------------------------------------- accounting
     def account(self) -> None:

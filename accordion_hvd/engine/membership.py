@@ -303,33 +303,58 @@ class Member(abc.ABC, Generic[E]):
         return group
 
     # -------------------------------------------------------------------------------- checkpoints
-    def expect(self, names: Sequence[str]) -> None:
-        """Prepare a restore: tensors that are not in `names` had sparse gradients when saved."""
-        if self._exchange is None:
-            self.sparse = [
-                key
-                for key, info in self.tensors().items()
-                if not any(checkpoint.same_name(info.name, name) for name in names)
-            ]
+    def expect(self, names: Sequence[str]) -> checkpoint.Restore | None:
+        """Prepare a restore: tensors that are not in `names` had sparse gradients when saved.
+
+        Returns:
+            A function that takes this back; None if the exchange existed before.
+        """
+        if self._exchange is not None:
+            return None
+        before = self.sparse
+        self.sparse = [
+            key
+            for key, info in self.tensors().items()
+            if not any(checkpoint.same_name(info.name, name) for name in names)
+        ]
+
+        def take_back() -> None:
+            self.adopt(None)
+            self.sparse = before
+
+        return take_back
 
     def adopt(self, saved: dict[str, Any] | None) -> None:
-        """Continue from a `checkpoint.snapshot`, before the next exchange.
+        """Continue from a `checkpoint.snapshot`; as `adopting` does, but now."""
+        self.adopting(saved)()
 
-        Before that exchange, the ranks check whether each adopted its own snapshot. If not, all
-        ranks discard per-rank state.
+    def adopting(self, saved: dict[str, Any] | None) -> checkpoint.Restore:
+        """Check a `checkpoint.snapshot`, and return the function that continues from it.
+
+        Call the function before the next exchange. Before that exchange, the ranks check whether
+        each adopted its own snapshot. If not, all ranks discard per-rank state.
 
         Args:
             saved: the snapshot; None to return to the initial state.
 
         Raises:
-            ValueError: if the snapshot is from other tensors or another policy.
+            ValueError: if the snapshot is from other tensors or another policy, or lacks a key.
         """
         if saved is None:
-            self._exchange = None
-            self.policy._bound = None
-            self.policy.load_state_dict(copy.deepcopy(self._initial_policy))
-        else:
-            self._own_state = checkpoint.adopt(self.exchange, saved)
+            return self._start_over
+        own, restore = checkpoint.adopting(self.exchange, saved)
+
+        def adopt() -> None:
+            restore()
+            self._own_state = own
+            self.doubt()
+
+        return adopt
+
+    def _start_over(self) -> None:
+        self._exchange = None
+        self.policy._bound = None
+        self.policy.load_state_dict(copy.deepcopy(self._initial_policy))
         self.doubt()
 
 

@@ -6,21 +6,25 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.agreement import require_agreement
 from accordion_hvd.comm.collectives import Traffic
 from accordion_hvd.comm.communicator import Communicator
-from accordion_hvd.core.base import Allreduce, Tensor
+from accordion_hvd.core.base import Allreduce, Info, Tensor
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.averages import HALF, Averages, MPIAverages, Parameters, choose
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.engine.membership import Gather
+from accordion_hvd.engine.saved_state import check_like
+from accordion_hvd.ops import backend
+from accordion_hvd.ops.spec import Spec
 from accordion_hvd.policies.accordion import Alternation
 
 logger = logging.getLogger(__name__)
@@ -307,7 +311,7 @@ class ModelAverager(checkpoint.Keeper):
         return self
 
     def expect(self, names: Sequence[str]) -> None:
-        """Do nothing; `load_state` calls this method before a restore."""
+        """Do nothing: there is nothing to prepare before a restore."""
 
     def state(self) -> dict[str, Any]:
         """Return the state for checkpoints: the number of steps and the method's state.
@@ -352,26 +356,58 @@ class ModelAverager(checkpoint.Keeper):
             for key, value in state.items()
         }
 
-    def restore(self, row: dict[str, Any], load: checkpoint.Loader, ranks: int) -> None:
-        """Restore a saved state; on another number of ranks, only the parts equal on all ranks."""
+    def restoring(
+        self, row: dict[str, Any], load: checkpoint.Loader, ranks: int
+    ) -> checkpoint.Restore:
+        """Check a saved state, and return the function that restores it.
+
+        On another number of ranks, it restores only the parts that are equal on all ranks.
+        """
         self._check_fits(row)
         own = ranks == self.communicator.size
         arrays = load(self.communicator.rank if own else 0)
-        states: dict[str, dict[str, np.ndarray]] = {}
+        states = self._checked(arrays, own)
+        begun = {"steps": row["steps"], "version": row["version"]} if own else {}
+
+        def restore() -> None:
+            self.load({**begun, "states": states})
+            if not own and self.communicator.rank == 0:
+                self._report_changed_ranks(ranks, {name.partition("/")[2] for name in arrays})
+
+        return restore
+
+    def _checked(self, arrays: Mapping[str, np.ndarray], own: bool) -> list[dict[str, np.ndarray]]:
+        """Return the saved states by vector; ValueError if a state is none of the method's."""
+        sizes: Counter[tuple[str, str]] = Counter()
+        for x in self.parameters.tensors():
+            sizes["float32" if x.dtype in HALF else x.dtype, x.kind] += x.size
+        info = Info(rank=self.communicator.rank, size=self.communicator.size)
+        specs = [Spec((n,), dtype, backend("numpy")) for (dtype, _), n in sizes.items()]
+        states: list[dict[str, np.ndarray]] = [{} for _ in specs]
+        by_number = {str(i): state for i, state in enumerate(states)}
         for name, value in arrays.items():
             number, _, key = name.partition("/")
-            if own or key in self.method.shared:
-                states.setdefault(number, {})[key] = value
-        begun = {"steps": row["steps"], "version": row["version"]} if own else {}
-        self.load({**begun, "states": [states[i] for i in sorted(states, key=int)]})
-        if not own and self.communicator.rank == 0:
-            self._report_changed_ranks(ranks, {name.partition("/")[2] for name in arrays})
+            check.has("state", "list of vectors", by_number, [number])
+            by_number[number][key] = value
+        for spec, state in zip(specs, states, strict=True):
+            made = self.method.init(spec, info) if state else {}
+            if state.keys() != made.keys():
+                check.refuse("state", "list of tensors", sorted(state), f"{sorted(made)}")
+            for key in [k for k in state if not (own or k in self.method.shared)]:
+                del state[key]
+            for key, value in state.items():
+                check_like(key, value, made[key], spec)
+        return states
 
     def _check_fits(self, row: dict[str, Any]) -> None:
+        check.has("state", "saved state", row, ("steps", "tensors"))
         if row.get("averaging") != repr(self.method):
             saved = row.get("averaging") or row.get("compression")
             raise ValueError(f"models are averaged by {self.method!r}, but {saved} was saved")
         ours = self.describe()
+        check.has("state", "saved state", row, ours)
+        for key in ("steps", "version"):
+            check.integer("state", key, row[key], least=0)
         names = zip(ours["tensors"], row["tensors"], strict=False)
         same = len(ours["tensors"]) == len(row["tensors"])
         same &= all(checkpoint.same_name(name, other) for name, other in names)

@@ -75,16 +75,16 @@ class SavedState:
         for level in (self.level, *self.states):
             check.integer("state", "level", level, least=0, most=len(levels) - 1)
         if self.carried is not None:
-            _compare("residual", self.carried, spec.zeros(spec.shape), spec)
+            check_like("residual", self.carried, spec.zeros(spec.shape), spec)
         for key in self.evidence.keys() & evidence.keys():
-            _compare(key, self.evidence[key], evidence[key], spec)
+            check_like(key, self.evidence[key], evidence[key], spec)
         for number, state in self.states.items():
             made = levels[number].init(spec, info)
             missing = made.keys() - state.keys() if number == self.level else set()
             if missing or not state.keys() <= made.keys():
                 check.refuse("state", "list of tensors", sorted(state), f"{sorted(made)}")
             for key, tensor in state.items():
-                _compare(key, tensor, made[key], spec)
+                check_like(key, tensor, made[key], spec)
 
     def widened(self) -> SavedState:
         """Return a copy with residuals in fp32."""
@@ -122,7 +122,7 @@ class SavedState:
         return SavedState(self.level, {}, carried, self.evidence)
 
 
-def _compare(name: str, saved: Tensor, made: Tensor, spec: Spec) -> None:
+def check_like(name: str, saved: Tensor, made: Tensor, spec: Spec) -> None:
     """Check that an array has the dtype and the number of elements of a tensor."""
     shape, dtype = spec.xp.shape(made), spec.xp.dtype(made)
     if saved.size != math.prod(shape) or str(saved.dtype) != dtype:

@@ -17,7 +17,6 @@ from accordion_hvd.core.base import Info, State, Tensor
 from accordion_hvd.core.observer import Observer
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.layout import BucketState
-from accordion_hvd.engine.saved_state import SavedState
 from accordion_hvd.engine.step import Step
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policies import Policy
@@ -168,11 +167,9 @@ class TensorFlowExchange(Exchange):
         self.decide(lr)
         self.prepare_trace()
 
-    def load_bucket_state(
-        self, entry: BucketState, saved: SavedState, made: Info | None = None
-    ) -> None:
-        """Restore the state of a bucket into the variables that graphs use."""
-        super().load_bucket_state(entry, saved, made)
+    def replace_bucket_states(self, loaded: Sequence[BucketState]) -> None:
+        """Put other states into the variables that graphs use."""
+        super().replace_bucket_states(loaded)
         if self._clock is not None:
             self.prepare_trace()
 

@@ -228,13 +228,9 @@ def _measure(about: dict[str, Any], arrays: dict[str, Any]) -> list[Kept]:
 
 def _load(folder: Path, ranks: int, number: int, rank: int) -> dict[str, Any]:
     """Return the arrays that a rank has saved for an optimizer, by their names."""
-    import numpy as np
-
     from accordion_hvd.engine import checkpoint_files as files
 
-    prefix = f"{number}/"
-    with np.load(files.rank_file(folder, rank, ranks), allow_pickle=False) as file:
-        return {key.removeprefix(prefix): file[key] for key in file if key.startswith(prefix)}
+    return files.read_arrays(files.rank_file(folder, rank, ranks), f"{number}/")
 
 
 # ---------------------------------------------------- policies as ledgers and checkpoints name them

@@ -284,16 +284,16 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         """Load a `state_dict()`.
 
         Raises:
-            ValueError: if the state belongs to another kind of optimizer or to another model.
+            ValueError: if the state belongs to another kind of optimizer or to another model, or
+                lacks a key; nothing has changed then.
         """
-        if "exchange" not in state_dict:
-            raise ValueError(
-                f"{type(self).__name__}: the state_dict has no 'exchange', so another kind of "
-                "optimizer saved it."
-            )
+        check.has(self, "state_dict", state_dict, ("exchange", "state", "param_groups"))
+        for number, group in enumerate(state_dict["param_groups"]):
+            check.has(self, f"parameter group {number}", group, ("params", *self.defaults))
+        adopt = self._averager.adopting(state_dict["exchange"])
         plain = {key: value for key, value in state_dict.items() if key != "exchange"}
-        torch.optim.Optimizer.load_state_dict(self, plain)
-        self._averager.adopt(state_dict["exchange"])
+        torch.optim.Optimizer.load_state_dict(self, plain)  # which checks before it changes
+        adopt()
 
     def doubt(self) -> None:
         """Have the ranks agree before the next step on whose state each of them has loaded."""

@@ -310,9 +310,14 @@ class Reducer(GradientAverager[Exchange]):
         """Return whether the exchange of some gradient has started."""
         return self._exchange is not None and self._exchange.running is not None
 
-    def adopt(self, saved: dict[str, Any] | None) -> None:
-        self.reset()
-        super().adopt(saved)
+    def adopting(self, saved: dict[str, Any] | None) -> checkpoint.Restore:
+        restore = super().adopting(saved)
+
+        def adopt() -> None:
+            self.reset()
+            restore()
+
+        return adopt
 
     def reset(self) -> None:
         """Discard pending gradients and abort the exchange."""

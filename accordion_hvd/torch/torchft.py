@@ -160,8 +160,9 @@ class Averager(HookedState):
         """Load a `state_dict()`, before the first step; the number of replicas may have changed.
 
         Raises:
-            ValueError: if the state belongs to another model or policy.
+            ValueError: if the state belongs to another model or policy, or lacks a key.
         """
+        check.has("torchft.State", "state_dict", state_dict, ("exchange",))
         self._reducer.load(state_dict["exchange"])
 
 
@@ -293,8 +294,16 @@ class ReplicaReducer(BackwardReducer):
 
     def load(self, saved: dict[str, Any] | None) -> None:
         """Continue from the `committed` state of this replica in an earlier job."""
+        before = self._quorum, self.communicator
+        if saved is not None:
+            check.has("torchft.State", "state", saved, ("rank", "ranks"))
         self._stand_in_for(saved)
-        self.adopt(saved)
+        try:
+            self.adopt(saved)
+        except ValueError:  # as if nothing had been loaded
+            self._quorum, self.communicator = before
+            self.exchange.communicator = self.communicator
+            raise
         self.commit()
 
     def _stand_in_for(self, saved: dict[str, Any] | None) -> None:

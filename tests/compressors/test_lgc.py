@@ -510,14 +510,15 @@ def resumed(folder: Path, world: World, compression: Any, ranks: int, like: Any)
     """Return a new world with the state of `world`, saved and loaded without collectives."""
     folder.mkdir(exist_ok=True)
     rows = [checkpoint._write(folder, [exchange]) for exchange in world.exchanges]
-    checkpoint._complete(folder, world.exchanges[:1], rows)
+    checkpoint._complete(folder, world.exchanges[:1], rows, 0, "a job")
     fresh = simulate(compression, ranks)
     fresh._build(like)
     manifest = read_manifest(folder)
     for exchange in fresh.exchanges:
         owner = SimpleNamespace(exchange=exchange, expect=lambda names: None)
-        checkpoint._prepare(manifest, [owner])
-        checkpoint._restore(folder, manifest, [owner])
+        checkpoint._prepare(manifest, [owner], [])
+        for restore in checkpoint._restoring(folder, manifest, [owner]):
+            restore()
     return fresh
 
 

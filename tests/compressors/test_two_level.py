@@ -265,7 +265,7 @@ def test_nothing_is_lost_when_ranks_move(local_size: int) -> None:
 def save(folder: Path, world: World) -> None:
     """Write a checkpoint like that of `save_state`, without collectives."""
     rows = [checkpoint._write(folder, [exchange]) for exchange in world.exchanges]
-    checkpoint._complete(folder, world.exchanges[:1], rows)
+    checkpoint._complete(folder, world.exchanges[:1], rows, 0, "a job")
 
 
 def load(folder: Path, compression: Any, ranks: int, local_size: int) -> World:
@@ -274,8 +274,9 @@ def load(folder: Path, compression: Any, ranks: int, local_size: int) -> World:
     manifest = read_manifest(folder)
     for exchange in world.exchanges:
         owner = SimpleNamespace(exchange=exchange, expect=lambda names: None)
-        checkpoint._prepare(manifest, [owner])
-        checkpoint._restore(folder, manifest, [owner])
+        checkpoint._prepare(manifest, [owner], [])
+        for restore in checkpoint._restoring(folder, manifest, [owner]):
+            restore()
     return world
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import functools
 import json
 import os
@@ -13,9 +15,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keepers
 import numpy as np
@@ -32,7 +36,8 @@ RANK_1 = "rank-00001-of-00002.npz"
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    """Return the names in a folder, without that of the lock."""
+    return sorted(path.name for path in folder.iterdir() if path.name != checkpoint_files.LOCK)
 
 
 def saved(folder: Path, count: int, ranks: int = 2) -> Path:
@@ -121,6 +126,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         lambda at: os.truncate(at / "manifest.json", 50),
         ("manifest.json is not JSON", "line"),
     ),
+    "nested": (
+        lambda at: (at / "manifest.json").write_bytes(b"[" * 100_000),
+        ("manifest.json is not JSON",),
+    ),
     "no text": (
         lambda at: (at / "manifest.json").write_bytes(b"\xff\xfe\x00"),
         ("manifest.json is not JSON",),
@@ -197,7 +206,7 @@ def test_there_must_be_a_checkpoint(tmp_path: Path) -> None:
     assert f"the directory {tmp_path / 'nowhere'} is missing" in str(load(tmp_path / "nowhere"))
 
 
-@pytest.mark.parametrize("key", ["exchanges", "files", "ranks"])
+@pytest.mark.parametrize("key", ["exchanges", "files", "ranks", "owner", "step"])
 def test_manifests_need_what_is_read(key: str, tmp_path: Path) -> None:
     at = saved(tmp_path, 1)
     manifest = checkpoint_files.read_manifest(at)
@@ -310,6 +319,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
+        checkpoint_files.release()
         subprocess.run(["umount", str(folder)], check=True)
 
 
@@ -323,33 +333,59 @@ def test_a_full_disk_is_named_and_nothing_is_lost(small_disk: Path) -> None:
     assert not any(save(small_disk, 3)) and load(small_disk) == 3
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_any_operation_may_fail(ranks: int, tmp_path: Path) -> None:
-    """If a file operation fails, all ranks raise its error; the last checkpoint is complete.
+FAULTS = [errno.ENOSPC, errno.EIO]
+ways = pytest.mark.parametrize(
+    ("ranks", "lasting"), [(1, False), (2, False), pytest.param(2, True, marks=pytest.mark.nightly)]
+)
 
-    This is the new one or the one before.
+
+@ways
+@pytest.mark.parametrize("fault", FAULTS, ids=errno.errorcode.get)
+def test_any_operation_may_fail(ranks: int, lasting: bool, fault: int, tmp_path: Path) -> None:
+    """If the n-th file operation fails, or all from it on, all ranks raise one sentence.
+
+    The last checkpoint is complete, which is the new one or the one before, and no temporary file
+    is left once the disk is whole again.
     """
     for number in range(1, 100):
-        folder, left = tmp_path / str(number), number
+        folder = tmp_path / str(number)
         assert not any(save(folder, 1, ranks))
-
-        def fail(name: str, about: Any) -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                raise OSError(28, "No space left on device")
-
-        with keepers.counted(fail):
+        checkpoint_files.release()
+        failing, left = keepers.failing(number, fault, lasting)
+        with failing:
             raised = save(folder, 2, ranks)
-        if left > 0:
-            assert number > 10
+        if left() > 0:
+            assert number > 20
             return
         told = message(raised) if any(raised) else ""
-        assert "No space left on device" in told or "unlink" in told or not told
+        assert not told or told.startswith(f"state: writing to {folder} failed on rank ")
+        assert os.strerror(fault) in told or not told
         found = load(folder, ranks)
         assert found == 2 if not told else found in (1, 2)
+        assert lasting or not list(folder.rglob("*.part"))
         assert not any(save(folder, 3, ranks)) and load(folder, ranks) == 3
+        assert not list(folder.rglob("*.part")) and len(names(folder)) == 2
     raise AssertionError("there are more operations than were tried")
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    """Files are made anew: a link in their place does not lead to another file."""
+    victim = tmp_path / "victim"
+    victim.write_text("kept")
+    (tmp_path / "x.part").symlink_to(victim)
+    checkpoint_files.write_whole(tmp_path / "x", b"content", durable=True)
+    assert (tmp_path / "x").read_bytes() == b"content" and victim.read_text() == "kept"
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / checkpoint_files.LOCK).symlink_to(victim)
+    assert os.strerror(errno.ELOOP) in message(save(folder, 1)) and victim.read_text() == "kept"
+
+
+def test_short_writes_are_continued(tmp_path: Path) -> None:
+    real = os.write
+    with mock.patch.object(os, "write", lambda descriptor, x: real(descriptor, x[:7])):
+        assert not any(save(tmp_path, 1))
+    assert load(tmp_path) == 1
 
 
 def test_a_file_in_place_of_the_directory(tmp_path: Path) -> None:
@@ -358,12 +394,100 @@ def test_a_file_in_place_of_the_directory(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "kept"
 
 
+# ---------------------------------------------------------------------- two jobs, and their steps
+def test_another_job_is_refused_until_the_first_one_ends(tmp_path: Path) -> None:
+    assert not any(save(tmp_path, 1))
+    checkpoint_files.release()
+    other = os.open(tmp_path / checkpoint_files.LOCK, os.O_RDWR)  # as in another process
+    fcntl.flock(other, fcntl.LOCK_EX)
+    os.ftruncate(other, 0)
+    os.write(other, b"job 7 (process 12 on a1)")
+    told = message(save(tmp_path, 2))
+    assert told == (
+        f"state: writing to {tmp_path} failed on rank 0: job 7 (process 12 on a1) saves to this "
+        "directory, too; give each job a directory of its own."
+    )
+    assert names(tmp_path) == ["state-00001"] and load(tmp_path) == 1
+    os.close(other)  # which ends with its process
+    assert not any(save(tmp_path, 2)) and load(tmp_path) == 2
+
+
+def test_without_locks_the_owner_of_the_newest_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert not any(save(tmp_path, 1, 1))
+    first = checkpoint_files._claim
+    checkpoint_files.release()  # as in another process
+    assert not any(save(tmp_path, 2, 1))
+    second, checkpoint_files._claim = checkpoint_files._claim, first
+    told = message(save(tmp_path, 3, 1))
+    assert second is not None and first is not None and first.owner != second.owner
+    assert f"failed on rank 0: {second.owner} has saved to this directory, too" in told
+    checkpoint_files._claim = second
+    assert not any(save(tmp_path, 3, 1)) and load(tmp_path, 1) == 3
+
+
+def test_a_job_whose_first_rank_changes_keeps_its_directory(tmp_path: Path) -> None:
+    assert not any(save(tmp_path, 1))
+    owner = checkpoint_files._claim.owner  # type: ignore[union-attr]
+    assert checkpoint_files.claimed(tmp_path, leads=False) == owner
+    checkpoint_files.release()
+    checkpoint_files.follow(tmp_path, owner)
+    assert not any(save(tmp_path, 2))
+    assert checkpoint_files.read_manifest(tmp_path / "state-00002")["owner"] == owner
+
+
+def test_forked_children_do_not_keep_the_lock(tmp_path: Path) -> None:
+    assert not any(save(tmp_path, 1))
+    child = os.fork()
+    if not child:
+        time.sleep(30)
+        os._exit(0)
+    try:
+        checkpoint_files.release()
+        assert not any(save(tmp_path, 2))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize(("step", "found"), [(None, 5), (0, 0), (70, 70)])
+def test_a_state_is_loaded_with_its_step(step: int | None, found: int, tmp_path: Path) -> None:
+    savers, loaders, steps = new_ranks(2), new_ranks(2), list[int]()
+    for saver in savers:
+        saver.arrays, saver.steps = {"x": np.zeros(1)}, 5
+
+    def saving(saver: keepers.Numbers) -> None:
+        steps.append(save_state(tmp_path, only=[saver], step=step))
+
+    def loading(loader: keepers.Numbers) -> None:
+        steps.append(load_state(tmp_path, only=[loader]))
+
+    assert not any(on_all(savers, saving)) and not any(on_all(loaders, loading))
+    assert steps == [found] * 4
+
+
+def test_steps_that_differ_are_refused(tmp_path: Path) -> None:
+    savers = new_ranks(2)
+    saving = lambda saver: save_state(tmp_path, only=[saver], step=saver.communicator.rank)  # noqa: E731
+    told = message(on_all(savers, saving))
+    assert "step is [0, 1] on ranks 0, 1, ..., but must be equal on all" in told
+    wrong = on_all(savers, lambda saver: save_state(tmp_path, only=[saver], step=-1))
+    assert "step is -1, but must be an integer of at least 0" in message(wrong)
+    assert not names(tmp_path)
+
+
 # ---------------------------------------------------------------------------------------- crashes
 def test_killed_in_any_operation(tmp_path: Path) -> None:
     """A process that is killed while it saves leaves files that the next save removes."""
     for number in range(1, 100):
         folder = tmp_path / str(number)
         assert not any(save(folder, 1, 1)) and not any(save(folder, 1, 1))
+        checkpoint_files.release()
         command = [sys.executable, keepers.__file__, str(folder), str(number)]
         path = os.pathsep.join(sys.path)
         done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path})
@@ -373,7 +497,7 @@ def test_killed_in_any_operation(tmp_path: Path) -> None:
         assert done.returncode == -signal.SIGKILL
         assert load(folder, 1) in (1, 2)
         assert not any(save(folder, 3, 1)) and load(folder, 1) == 3
-        assert len(names(folder)) == 2 and all(names(x) == ALONE for x in folder.iterdir())
+        assert [names(folder / x) for x in names(folder)] == [ALONE, ALONE]
     raise AssertionError("there are more operations than were tried")
 
 
@@ -412,7 +536,9 @@ class Disk:
         elif name == "mkdir":
             self.log.append(("entry", about[0].parent, None, about[0], 0))
         elif name == "write":
-            self.log.append(("data", self._files[Path(about[0].name)], bytes(about[1])))
+            path = Path(os.readlink(f"/proc/self/fd/{about[0]}"))
+            if path in self._files:
+                self.log.append(("data", self._files[path], bytes(about[1])))
         elif name == "replace":
             number = self._files[about[1]] = self._files.pop(about[0])
             self.log.append(("entry", about[0].parent, *about, number))

@@ -67,9 +67,12 @@ def changed_ranks(world: World, compressor: Compressor, ranks: int) -> World:
     step(other, NUMPY, several(ranks, 1, seed=7)[0])
     old = [checkpoint.expanded(x, checkpoint.describe(x)) for x in world.exchanges]
     for exchange in other.exchanges:
-        for number, entry in enumerate(exchange.bucket_states):
-            made = checkpoint.merged(exchange, entry, [rows[number] for rows in old])
-            exchange.load_bucket_state(entry, made)
+        exchange.replace_bucket_states([
+            exchange.load_bucket_state(
+                entry, checkpoint.merged(exchange, entry, [rows[number] for rows in old])
+            )
+            for number, entry in enumerate(exchange.bucket_states)
+        ])  # fmt: skip
     return other
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
-from harness import refused
+from harness import held, refused, wrong_states
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 import accordion_hvd.torch as hvd
@@ -415,6 +415,30 @@ def check_resuming_equals_not_stopping() -> None:
             state.load_state_dict(saved)
         run(model, torch.optim.SGD(model.parameters(), lr=0.1), range(4, 8))
         assert torch.equal(weights(model), weights(whole)), by_file
+
+
+def check_a_refused_state_changes_nothing() -> None:
+    for policy in (TopK(0.1), Accordion(PowerSGD(2), PowerSGD(1), window=2, interval=1)):
+        model, state = wrapped(network(), policy, lr=lambda: 0.1)
+        for step in range(3):
+            loss_of(model, step).backward()
+        saved, before = state.state_dict(), held(state.exchange, torch.Tensor.numpy)
+        longer = lambda x: [torch.cat([x.reshape(-1), x.new_zeros(3)]), x.double()]  # noqa: E731
+        for label, wrong in wrong_states(saved, longer):
+            with refused(ValueError):
+                state.load_state_dict(wrong)
+            assert held(state.exchange, torch.Tensor.numpy) == before, label
+        with refused(ValueError, "state_dict has no 'exchange'"):
+            state.load_state_dict({})
+        folder = Path(hvd.broadcast_object(tempfile.mkdtemp(), 0))
+        assert hvd.save_state(folder, only=[state], step=12) == 12
+        other, late = wrapped(network(), TopK(0.3))
+        with refused(RuntimeError, "the compression is", "when saved"):
+            hvd.load_state(folder, only=[late])
+        loss_of(other, 0).backward()
+        assert late.exchange.steps == 1
+        assert hvd.load_state(folder, only=[state]) == 12
+        assert held(state.exchange, torch.Tensor.numpy) == before
 
 
 def check_windows_count_passes_without_sync() -> None:

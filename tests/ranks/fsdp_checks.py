@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import shutil
 import tempfile
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ddp_checks import Heads
-from harness import refused
+from harness import held, refused, wrong_states
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -349,8 +350,21 @@ def check_resuming_equals_not_stopping() -> None:
     second.load_state_dict(target["model"])
     run(second, range(4, 8))
     assert torch.equal(weights(second), weights(whole))
-    with refused(ValueError, "state_dict", f"rank{dist.get_rank()}"):
+    key, before = f"rank{dist.get_rank()}", held(state.exchange, torch.Tensor.numpy)
+    with refused(ValueError, "state_dict", key):
         state.load_state_dict({"rank99": b""})
+    content = state.state_dict()[key]
+    for cut in (0, 100, len(content) - 9):
+        with refused(ValueError, "fsdp.State", key):
+            state.load_state_dict({key: content[:cut]})
+    snapshot = {"exchange": torch.load(io.BytesIO(content), weights_only=True)}
+    for label, wrong in wrong_states(snapshot, lambda x: [x.reshape(-1)[1:], x.double()]):
+        if "exchange" in wrong:
+            file = io.BytesIO()
+            torch.save(wrong["exchange"], file)
+            with refused(ValueError):
+                state.load_state_dict({key: file.getvalue()})
+            assert held(state.exchange, torch.Tensor.numpy) == before, label
     dist.barrier()
     shutil.rmtree(folder[0], ignore_errors=True)
 

@@ -18,8 +18,11 @@ than `CHECK_LIMIT` seconds prints the stacks of all threads and ends the launch,
 
 from __future__ import annotations
 
+import copy
 import faulthandler
+import functools
 import json
+import operator
 import os
 import re
 import signal
@@ -77,6 +80,43 @@ def say(check: str, status: str, text: str = "", seconds: float = 0.0) -> None:
 def some(cases: Sequence[T], few: Sequence[T]) -> Sequence[T]:
     """Return all cases of a check, or few of them in `make test`, which leaves some out."""
     return cases if os.environ.get("ALL_TESTS") else few
+
+
+def held(exchange: Any, to_numpy: Callable[[Any], Any]) -> str:
+    """Return all that an exchange holds, as text that shows any change."""
+    from accordion_hvd.engine import checkpoint
+
+    saved = checkpoint.snapshot(exchange)
+    tensors = {key: to_numpy(x).tobytes() for key, x in saved["tensors"].items()}
+    return repr((saved["about"], tensors))
+
+
+def wrong_states(
+    saved: dict[str, Any], change: Callable[[Any], Sequence[Any]]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield states like `saved`, which has a snapshot under "exchange", each with one fault.
+
+    Args:
+        change: function that returns wrong tensors in the place of one.
+    """
+    places = ((), ("exchange",), ("exchange", "about"), ("exchange", "about", "policy"),
+              ("exchange", "about", "buckets", 0))  # fmt: skip
+    for place in places:
+        for key in functools.reduce(operator.getitem, place, saved):
+            wrong = copy.deepcopy(saved)
+            del functools.reduce(operator.getitem, place, wrong)[key]
+            yield f"without {place} {key}", wrong
+    for key, x in saved["exchange"]["tensors"].items():
+        for number, other in enumerate(change(x)):
+            wrong = copy.deepcopy(saved)
+            wrong["exchange"]["tensors"][key] = other
+            yield f"{key}, change {number}", wrong
+    wrong = copy.deepcopy(saved)
+    wrong["exchange"]["about"]["compression"] = "another"
+    yield "another compression", wrong
+    wrong = copy.deepcopy(saved)
+    wrong["exchange"]["about"]["buckets"][0]["shape"] = [3, 5]
+    yield "another model", wrong
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,12 @@ import horovod.tensorflow as stock
 import keras
 import numpy as np
 import tensorflow as tf
-from harness import some
+from harness import held, some
 from keras_checks import assert_equal_ranks, everywhere, in_graph, raises, weights
 
 import accordion_hvd.tensorflow.keras as hvd
 from accordion_hvd import Accordion, optimizers, simulate
+from accordion_hvd.tensorflow.keras.optimizers import MARK
 
 INIT = hvd.init
 NAMES = optimizers.NATIVE
@@ -259,6 +262,40 @@ def resume(name: str) -> None:
     np.testing.assert_array_equal(weights(model), weights(again), err_msg=name)
     assert_equal_ranks(again, name)
     shutil.rmtree(folder)
+
+
+def check_a_refused_state_changes_nothing() -> None:
+    for name in some(STAGED, STAGED[:1]):
+        model, other = network(), network()
+        model.compile(made(name), loss="mse")
+        other.compile(made(name), loss="mse")
+        fit(model, 2)
+        fit(other, 1)
+        late, saved = other.optimizer, {}
+        model.optimizer.save_own_variables(saved)
+        before = held(late.exchange, np.asarray), [x.numpy().tolist() for x in late.variables]
+        for label, wrong in wrong_stores(saved):
+            raises(ValueError, "", lambda o=late, w=wrong: o.load_own_variables(w))
+            now = held(late.exchange, np.asarray), [x.numpy().tolist() for x in late.variables]
+            assert now == before, (name, label)
+        late.load_own_variables(saved)
+        assert late.exchange.steps == model.optimizer.exchange.steps
+
+
+def wrong_stores(saved: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the variables of a saved model, each time with one fault in the exchange's state."""
+    about = json.loads(np.asarray(saved[MARK]).tobytes())
+    for key in about:
+        text = json.dumps({k: x for k, x in about.items() if k != key}).encode()
+        yield f"without {key}", {**saved, MARK: np.frombuffer(text, np.uint8)}
+    for text in (b"[" * 100_000, b"{", b"[]"):
+        yield f"{text[:9]!r}", {**saved, MARK: np.frombuffer(text, np.uint8)}
+    for key in [key for key in saved if key.startswith(MARK) and key != MARK]:
+        x = np.asarray(saved[key])
+        yield f"{key}, longer", {**saved, key: np.append(x, x[:1])}
+        yield f"{key}, float64", {**saved, key: x.astype(np.float64)}
+        if ":state:" in key:
+            yield f"{key}, missing", {k: y for k, y in saved.items() if k != key}
 
 
 def check_one_ranks_model_serves_all() -> None:

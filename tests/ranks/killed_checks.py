@@ -33,15 +33,15 @@ def of_state(number: int) -> Numbers:
 
 def check_a_rank_is_killed() -> None:
     save_state(FOLDER, only=[of_state(1)])
-    left = int(os.environ["KILLED_AT"])
+    left, write = int(os.environ["KILLED_AT"]), os.write
 
     def kill(name: str, about: Any) -> None:
         nonlocal left
         left -= hvd.rank() == int(os.environ["KILLED_RANK"])
         if left == 0:
             if name == "write":
-                file, content = about
-                os.write(file.fileno(), content[: len(content) // 2])
+                descriptor, content = about
+                write(descriptor, content[: len(content) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
 
     with counted(kill):

@@ -11,7 +11,7 @@ from typing import Any
 import decay_oracle
 import harness
 import torch
-from harness import some
+from harness import held, some, wrong_states
 from torch_checks import (
     assert_same,
     batches,
@@ -458,6 +458,39 @@ def check_one_ranks_state_serves_all() -> None:
         train(model, late, 1)
     with refused(ValueError, "no 'exchange'"):
         made("Adam", model).load_state_dict(torch.optim.SGD(model.parameters(), 0.1).state_dict())
+
+
+def check_a_refused_state_changes_nothing() -> None:
+    """Whatever is missing or wrong: one sentence, and settings, weights and moments stay."""
+
+    def all_of(optimizer: Any, model: torch.nn.Module) -> str:
+        groups = [{k: x for k, x in g.items() if k != "params"} for g in optimizer.param_groups]
+        moments = held(optimizer.exchange, torch.Tensor.numpy)
+        return repr((groups, weights(model).tolist(), moments))
+
+    for name in some(NAMES, ("OnebitAdam", "ZeroOneAdam")):
+        model, other = network(), network()
+        optimizer, late = made(name, model), made(name, other)
+        train(model, optimizer, 5)
+        train(other, late, 1, seed=3)
+        saved = copy.deepcopy(optimizer.state_dict())
+        before = all_of(late, other)
+        for label, wrong in wrong_states(saved, other_tensors):
+            with refused(ValueError):
+                late.load_state_dict(wrong)
+            assert all_of(late, other) == before, (name, label)
+        for key in ("params", "lr", "weight_decay"):
+            wrong = copy.deepcopy(saved)
+            del wrong["param_groups"][0][key]
+            with refused(ValueError, f"parameter group 0 has no '{key}'"):
+                late.load_state_dict(wrong)
+            assert all_of(late, other) == before, (name, key)
+        late.load_state_dict(saved)
+        assert late.exchange.steps == 5
+
+
+def other_tensors(x: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.cat([x.reshape(-1), x.new_zeros(3)]), x.double()]
 
 
 def check_state_is_saved_for_any_number_of_ranks() -> None:

@@ -6,7 +6,6 @@ operation on its files. If this operation is a write, it writes the first half o
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import sys
@@ -21,8 +20,8 @@ from unittest import mock
 import numpy as np
 from threads import Threaded
 
-from accordion_hvd.engine import checkpoint, checkpoint_files
-from accordion_hvd.engine.checkpoint import Loader, load_state, save_state
+from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine.checkpoint import Loader, Restore, load_state, save_state
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.simulation.one_process import Hub
 
@@ -50,11 +49,15 @@ class Numbers(checkpoint.Keeper):
     def export(self) -> dict[str, np.ndarray]:
         return dict(self.arrays)
 
-    def restore(self, row: dict[str, Any], load: Loader, ranks: int) -> None:
+    def restoring(self, row: dict[str, Any], load: Loader, ranks: int) -> Restore:
         if row["kind"] != self.kind:
             raise ValueError(f"{self.kind} cannot be restored: {row['kind']} were saved")
-        self.arrays = load(self.communicator.rank % ranks)
-        self.steps = row["steps"]
+        arrays = load(self.communicator.rank % ranks)
+
+        def restore() -> None:
+            self.arrays, self.steps = arrays, row["steps"]
+
+        return restore
 
 
 def new_ranks(count: int, kind: str = "numbers") -> list[Numbers]:
@@ -63,13 +66,14 @@ def new_ranks(count: int, kind: str = "numbers") -> list[Numbers]:
 
 
 def on_all(ranks: Sequence[Numbers], action: Callable[[Numbers], Any]) -> list[Any]:
-    """Run an action on all ranks, in threads; return the result or the exception of each."""
+    """Run an action on all ranks, in threads; return the exception of each, or None."""
 
-    def outcome(rank: Numbers) -> Any:
+    def outcome(rank: Numbers) -> Exception | None:
         try:
-            return action(rank)
+            action(rank)
         except Exception as error:
             return error
+        return None
 
     lock, load = threading.Lock(), checkpoint._load
 
@@ -112,50 +116,62 @@ def message(raised: Sequence[Any]) -> str:
     return text
 
 
+OPERATIONS = ("open", "write", "fsync", "replace", "mkdir", "unlink", "rmdir", "ftruncate", "close")
+
+
 @contextmanager
-def counted(tell: Callable[[str, Any], None]) -> Iterator[None]:
-    """Call `tell` before every operation on files of checkpoints within the context.
+def counted(
+    tell: Callable[[str, Any], None], names: Sequence[str] = OPERATIONS[:-2]
+) -> Iterator[None]:
+    """Call `tell` before every operation on files within the context.
 
-    Its arguments are the operation's name and arguments.
+    Its arguments are the operation's name and arguments. An "open" that may make a file is a
+    "create", and others are not told; a "close" is told after it.
     """
-
-    class Told(io.FileIO):
-        def __init__(self, path: Path, mode: str) -> None:
-            if mode == "wb":
-                tell("create", (path,))
-            super().__init__(path, mode)
-
-        def write(self, content: Any) -> int:
-            tell("write", (self, content))
-            return super().write(content)
 
     def told(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def operation(*args: Any, **more: Any) -> Any:
-            tell(name, args)
+            made = name == "open" and args[1] & os.O_CREAT
+            if name == "close":
+                real(*args)
+                return tell(name, args)
+            if made or name != "open":
+                tell("create" if made else name, args)
             return real(*args, **more)
 
         return operation
 
-    names = ("replace", "mkdir", "unlink", "rmdir")
-    kinds = {name: told(name, getattr(Path, name)) for name in names}
-    with (
-        mock.patch.object(checkpoint_files, "open", Told, create=True),
-        mock.patch.object(os, "fsync", told("fsync", os.fsync)),
-        mock.patch.multiple(Path, **kinds),
-    ):
+    with mock.patch.multiple(os, **{name: told(name, getattr(os, name)) for name in names}):
         yield
 
 
+def failing(number: int, fault: int, lasting: bool) -> tuple[Any, Callable[[], int]]:
+    """Return a context in which the `number`-th operation on files fails, or all from it on.
+
+    Returns:
+        The context, and a function that returns how many operations are left until the first error.
+    """
+    left = number
+
+    def fail(name: str, about: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0 or (lasting and left < 0):
+            raise OSError(fault, os.strerror(fault))
+
+    return counted(fail, OPERATIONS), lambda: left
+
+
 def main(folder: str, last: str) -> None:
-    left = int(last)
+    left, real_write = int(last), os.write
 
     def kill_at_the_last(name: str, about: Any) -> None:
         nonlocal left
         left -= 1
         if left == 0:
             if name == "write":
-                file, content = about
-                file.write(content[: len(content) // 2])
+                descriptor, content = about
+                real_write(descriptor, content[: len(content) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
 
     with counted(kill_at_the_last):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,7 @@ from accordion_hvd import (
     TwoLevel,
     simulate,
 )
+from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.averages import Parameters
 from accordion_hvd.engine.checkpoint import save_state
 from accordion_hvd.engine.guard import Guard
@@ -214,6 +216,14 @@ def owners(world: World) -> list[Any]:
         SimpleNamespace(exchange=x, communicator=x.communicator, expect=lambda names: None)
         for x in world.exchanges
     ]
+
+
+def held(exchange: Any) -> str:
+    """Return all that an exchange holds, as text that shows any change."""
+    snapshot = checkpoint.snapshot(exchange)
+    tensors = {k: hashlib.blake2b(x.tobytes()).hexdigest() for k, x in snapshot["tensors"].items()}
+    levels = [(s.level, s.name, s.served_from, sorted(s.inactive)) for s in exchange.bucket_states]
+    return repr((snapshot["about"], exchange.policy.observers.weight, tensors, levels))
 
 
 def go_on(world: World, kind: Kind, first: int, count: int) -> np.ndarray:

@@ -25,7 +25,7 @@ def save(directory: Path, world: World) -> Path:
     """Write a checkpoint as `save_state` does, but without collectives; return its folder."""
     folder = files.new_folder(directory)
     rows = [checkpoint._write(folder, [exchange]) for exchange in world.exchanges]
-    checkpoint._complete(folder, world.exchanges[:1], rows)
+    checkpoint._complete(folder, world.exchanges[:1], rows, 0, "a job")
     return folder
 
 

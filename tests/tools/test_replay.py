@@ -61,7 +61,7 @@ def replay(*words: object) -> Result:
 def saved(world: World, directory: Path) -> Path:
     folder = files.new_folder(directory)
     rows = [checkpoint._write(folder, [exchange]) for exchange in world.exchanges]
-    checkpoint._complete(folder, world.exchanges[:1], rows)
+    checkpoint._complete(folder, world.exchanges[:1], rows, 0, "a job")
     return directory
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import accordion_hvd
+from accordion_hvd.engine.checkpoint_files import write_whole
 from accordion_hvd.engine.ledger.page import page
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def load(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         version = found["format"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"{path} is not the ledger of a job.") from None
     if version != FORMAT:
         raise ValueError(f"{path} has format {version!r}, but must have format {FORMAT}.")
@@ -92,9 +93,7 @@ def write(path: Path, text: str) -> Path:
         OSError: if the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    write_whole(path, text.encode(), durable=False)
     return path
 
 

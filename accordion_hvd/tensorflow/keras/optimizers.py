@@ -22,7 +22,7 @@ import tensorflow as tf
 from accordion_hvd import check
 from accordion_hvd.comm.communicator import ProcessSet
 from accordion_hvd.comm.horovod.tensorflow import hvd
-from accordion_hvd.engine import checkpoint
+from accordion_hvd.engine import checkpoint, checkpoint_files
 from accordion_hvd.engine.guard import Guard, Mode
 from accordion_hvd.optimizers import UpdateRule
 from accordion_hvd.optimizers.base import give
@@ -121,18 +121,26 @@ class _Ruled(_Distributed):
         store[MARK] = np.frombuffer(json.dumps(saved).encode(), np.uint8)
 
     def load_own_variables(self: Any, store: Any) -> None:
-        """Restore a state that `save_own_variables` has saved."""
+        """Restore a state that `save_own_variables` has saved.
+
+        Raises:
+            ValueError: if the state does not fit; nothing has changed then.
+        """
         plain = {key: store[key] for key in store.keys() if not key.startswith(MARK)}  # noqa: SIM118
+        adopt = self._adopting(store) if MARK in store.keys() else None  # noqa: SIM118
         super().load_own_variables(plain)  # type: ignore[misc]
-        if MARK not in store.keys():  # noqa: SIM118
-            return
-        saved = json.loads(np.asarray(store[MARK]).tobytes())
+        if adopt is not None:
+            adopt()
+
+    def _adopting(self: Any, store: Any) -> checkpoint.Restore:
+        """Check the state of the exchange; return the function that continues from it."""
+        saved = checkpoint_files.parsed(np.asarray(store[MARK]).tobytes(), "the optimizer's state")
         names = [key for key in store.keys() if key.startswith(MARK) and key != MARK]  # noqa: SIM118
         saved["tensors"] = {
             key.removeprefix(MARK).replace(":", "/"): tf.constant(np.asarray(store[key]))
             for key in names
         }
-        self._averager.adopt(saved)
+        return self._averager.adopting(saved)
 
 
 class Options(TypedDict, total=False):

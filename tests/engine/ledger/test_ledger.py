@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import socket
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import keepers
 import numpy as np
 import pytest
 from frameworks import NUMPY
@@ -236,16 +239,60 @@ def test_files_hold_the_ledger(tmp_path):
     assert sorted(path.name for path in page.parent.iterdir()) == ["ledger.json", "receipt.html"]
 
 
-def test_a_write_that_fails_leaves_the_older_file(tmp_path, monkeypatch):
-    files.save(tmp_path, 0, {"format": 1, "a": 1})
+@pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_write_that_fails_leaves_the_older_file(
+    lasting: bool, fault: int, tmp_path: Path
+) -> None:
+    """Any operation may fail, for ledgers and receipts: the older file or the new one is whole."""
+    for number in range(1, 100):
+        folder = tmp_path / str(number)
+        old, new = ({"format": 1, "a": a} for a in (1, 2))
+        files.write(files.receipt_of(files.save(folder, 0, old)), "old")
+        failing, left = keepers.failing(number, fault, lasting)
+        told = ""
+        with failing:
+            try:
+                files.write(files.receipt_of(files.save(folder, 0, new)), "new")
+            except OSError as error:
+                told = str(error)
+        if left() > 0:
+            assert number > 8 and not told
+            return
+        if told:
+            assert os.strerror(fault) in told and " bytes) cannot be written: " in told
+        else:  # the folder need not be made
+            old = new
+        assert files.load(folder / "ledger.json") in (old, new)
+        assert (folder / "receipt.html").read_text() in ("old", "new")
+        assert lasting or not list(folder.glob("*.part"))
+        files.write(files.receipt_of(files.save(folder, 0, new)), "new")
+        assert len(list(folder.iterdir())) == 2
+    raise AssertionError("there are more operations than were tried")
 
-    def full(*_: Any) -> None:
-        raise OSError("No space left on device")
 
-    monkeypatch.setattr(files.os, "replace", full)
-    with pytest.raises(OSError, match="No space"):
-        files.save(tmp_path, 0, {"format": 1, "a": 2})
-    assert files.load(tmp_path / "ledger.json")["a"] == 1
+@pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_disk_that_gets_full_ends_the_recording(
+    lasting: bool, fault: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(1, 100):
+        ledger = Ledger(tmp_path / str(number))
+        exchanges = world(Dense(), [ledger, Ledger()])
+        failing, left = keepers.failing(number, fault, lasting)
+        with failing:
+            train(exchanges, 2)
+            ledger.share(2, np.zeros((2, len(SHARED))))
+            ledger._end()
+        if left() > 0:
+            assert number > 8
+            return
+        said = [line for line in caplog.messages if os.strerror(fault) in line]
+        whole = (tmp_path / str(number) / "receipt.html").exists()
+        assert len(said) in (1, 2) or whole and not said, caplog.messages
+        assert exchanges[0].steps == 2
+        caplog.clear()
+    raise AssertionError("there are more operations than were tried")
 
 
 def test_each_ledger_of_a_process_has_its_own_files(tmp_path):
@@ -361,21 +408,6 @@ def test_a_folder_that_cannot_be_written_does_not_end_the_training(
     ledgers[0].share(3, np.zeros((2, len(SHARED))))
     ledgers[0]._end()
     assert not caplog.messages and len(ledgers[0].recent) == 3
-
-
-def test_a_disk_that_gets_full_ends_the_recording(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    ledger = Ledger(tmp_path / "x")
-    exchanges = world(Dense(), [ledger, Ledger()])
-    assert not list((tmp_path / "x").iterdir())
-    (tmp_path / "x" / "ledger.json.part").symlink_to("/dev/full")
-    train(exchanges, 3)
-    for _ in range(2):
-        ledger.share(3, np.zeros((2, len(SHARED))))
-    ledger._end()
-    (said,) = caplog.messages
-    assert "the ledger failed (OSError: [Errno 28] No space left on device)" in said
 
 
 def test_a_receipt_that_fails_is_told_at_the_end(
