@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -48,6 +49,20 @@ class Connection:
     def rate(self) -> float:
         """Return bytes per second of the time in which bytes were under way."""
         return self.sent / self.busy if self.busy else self.last
+
+
+def own_address(own: str, names: Sequence[str]) -> str:
+    """Return the address at which the other hosts reach this one: loopback if there are none.
+
+    Args:
+        own: name of this host.
+        names: names of all hosts.
+    """
+    for other in sorted(set(names) - {own}):
+        with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+            probe.connect((other, 9))  # sends nothing, but chooses a route
+            return probe.getsockname()[0]
+    return "127.0.0.1"
 
 
 def connections() -> list[Connection]:

@@ -25,7 +25,7 @@ import numpy as np
 
 from accordion_hvd import check
 from accordion_hvd.averaging.groups import Groups, default_size
-from accordion_hvd.comm import mpi, timeouts
+from accordion_hvd.comm import mpi, tcp, timeouts
 from accordion_hvd.comm.agreement import RanksDisagree, started_by_mpi
 from accordion_hvd.engine import group_protocol
 from accordion_hvd.engine.group_protocol import Activation, GroupProtocol, GroupRound, combine
@@ -680,8 +680,9 @@ class Wakeup:
         self._socket.setblocking(False)
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
-        names = comm.allgather(socket.gethostname())
-        self._socket.bind((_own_address(names), 0))
+        own = socket.gethostname()
+        names = comm.allgather(own)
+        self._socket.bind((tcp.own_address(own, names), 0))
         self._addresses = comm.allgather(self._socket.getsockname())
         self._rank = comm.Get_rank()
         self.heard = all(comm.allgather(self._try(neighbours, comm)))
@@ -721,16 +722,3 @@ class Wakeup:
             self._poll.poll(100)
             missing -= self._drain()
         return not missing
-
-
-def _own_address(names: list[str]) -> str:
-    """Return the address at which other ranks reach this process: loopback on a single host."""
-    others = sorted(set(names) - {socket.gethostname()})
-    if not others:
-        return "127.0.0.1"
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((others[0], 9))
-            return probe.getsockname()[0]
-    except OSError:
-        return "127.0.0.1"  # then datagrams from other hosts do not arrive

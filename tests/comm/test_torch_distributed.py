@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,6 +17,8 @@ from types import SimpleNamespace
 import pytest
 from forked import fork_server, modules_of
 from launch import RANKS, command_for, need
+
+from accordion_hvd.comm import tcp
 
 pytest.importorskip("torch")
 
@@ -238,6 +241,47 @@ def test_ranks_of_other_launchers_need_horovod() -> None:
         env=environment(HOROVOD_RANK="0"), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert "Horovod is not installed" in done.stderr
+
+
+def listening(port: int) -> list[str]:
+    """Return the addresses on which this machine listens to a port, as the kernel writes them."""
+    rows = [x.split() for name in ("tcp", "tcp6") for x in Path("/proc/net", name).open()]
+    places = [row[1].split(":") for row in rows if row[3] == "0A"]
+    return [address for address, number in places if int(number, 16) == port]
+
+
+def test_a_store_listens_on_one_address() -> None:
+    """PyTorch's own store, the negative control, listens on all of them."""
+    import datetime
+
+    import torch.distributed as dist
+
+    from accordion_hvd.comm.torch_distributed import start
+
+    limit = datetime.timedelta(seconds=20)
+    store, (address, port) = start.open_store("127.0.0.1", limit)
+    assert listening(port) == ["0100007F"] and address == "127.0.0.1"
+    store.set("key", "value")
+    other = dist.TCPStore(address, port, is_master=False, timeout=limit)
+    assert other.get("key") == b"value"
+    plain = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert set("".join(listening(plain.port))) == {"0"}
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [(["a"], "127.0.0.1"), (["a", "a"], "127.0.0.1"), (["a", "localhost"], "127.0.0.1"),
+     (["a", "no.such.host.invalid"], "127.0.0.1")],
+)  # fmt: skip
+def test_the_address_of_a_host(names: list[str], found: str) -> None:
+    assert tcp.own_address("a", names) == found
+
+
+def test_the_address_is_that_of_the_route_to_the_others() -> None:
+    """To an address of another network, it is that of the default route, if there is one."""
+    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect(("198.51.100.1", 9))
+        assert tcp.own_address("a", ["a", "198.51.100.1"]) == probe.getsockname()[0]
 
 
 def test_means_that_are_in_place_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:

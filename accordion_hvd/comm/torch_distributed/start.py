@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # imported later, its default arguments keep the process group alive
 
-from accordion_hvd.comm import timeouts
+from accordion_hvd.comm import tcp, timeouts
 from accordion_hvd.comm.torch_distributed.communicator import ConnectionLost
 from accordion_hvd.comm.torch_distributed.watch import LOST, watch
 
@@ -90,15 +90,30 @@ def start_under(hvd: Any) -> None:
     interface = os.environ.get("HOROVOD_GLOO_IFACE")
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    store, port, limit = None, None, timeout()
+    hosts, store, place, limit = hvd.allgather_object(_host()), None, None, timeout()
     if rank == 0:
-        store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=limit)
-        port = store.port
-    address = hvd.broadcast_object((_host(), port), name="accordion.store")
-    store = store or dist.TCPStore(*address, is_master=False, timeout=limit)
+        store, place = open_store(tcp.own_address(hosts[0], hosts), limit)
+    place = hvd.broadcast_object(place, name="accordion.store")
+    store = store or dist.TCPStore(*place, is_master=False, timeout=limit)
     dist.init_process_group(backend(), store=store, rank=rank, world_size=size, timeout=limit)
     watch.start(store, rank, size, keeper=0)
     _end_with_process()
+
+
+def open_store(address: str, limit: datetime.timedelta) -> tuple[Any, tuple[str, int]]:
+    """Return a new store at one address of this host, and the address and port of its socket.
+
+    PyTorch itself would listen on all interfaces, to whoever reaches this host.
+    """
+    with socket.socket() as listening:
+        listening.bind((address, 0))
+        listening.listen(socket.SOMAXCONN)
+        place = listening.getsockname()
+        store = dist.TCPStore(
+            *place, is_master=True, wait_for_workers=False, timeout=limit,
+            master_listen_fd=os.dup(listening.fileno()),
+        )  # fmt: skip
+    return store, place
 
 
 def end() -> None:
@@ -145,5 +160,5 @@ def _leave(ours: bool) -> None:
 
 
 def _host() -> str:
-    """Return an address of this host that the other ranks can reach."""
+    """Return a name of this host that the other ranks can reach."""
     return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
