@@ -46,6 +46,9 @@ AMONG_MORE = (
 )
 """Keras' checks that are more than repeated by more ranks, which take minutes for all of them."""
 
+IN_PARTS = ("check_quantisers_give_the_simulated_bits", "check_parts_take_the_counted_bytes")
+"""Core checks whose parts do not divide tensors evenly on an odd number of ranks."""
+
 OF_HOROVOD = (
     "check_names_are_complete",
     "check_elastic_state",
@@ -58,7 +61,8 @@ WITHOUT_HOROVOD = tuple(x for x in checks_of("torch_checks.py") if x not in OF_H
 
 SUITES: dict[str, list[Place]] = {
     "core_checks.py": [
-        GLOO, MPI, Place("torchrun", 2), Place("torchrun", 4), Place("carried", 2)
+        GLOO, MPI, Place("torchrun", 2), Place("torchrun", 4), Place("carried", 2),
+        Place("gloo", 3, IN_PARTS), nightly("mpirun", 5, IN_PARTS),
     ],
     "torch_checks.py": [
         *BOTH,

@@ -99,9 +99,10 @@ def check_compressor(owner: Any, compressor: Any) -> None:
     supported = (
         isinstance(compressor, Compressor)
         and (compressor.target, compressor.output) == ("gradient", "gradient")
-        and not (compressor.topology_aware or compressor.private or isinstance(compressor, Shifted))
+        and not (compressor.topology_aware or compressor.sharded)
+        and not (compressor.private or isinstance(compressor, Shifted))
     )
     if not supported:
         allowed = "None or a compressor that returns the mean of gradients and is not private, "
-        allowed += "topology-aware, EF21 or Diana"
+        allowed += "topology-aware, EF21, Diana or, with residuals, DoubleSqueeze"
         check.refuse(owner, "compressor", compressor, allowed)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from accordion_hvd import check
 from accordion_hvd.comm import packing, timeouts
 from accordion_hvd.comm.collectives import Collectives, Traffic
-from accordion_hvd.core.base import Allgather, Broadcast, Request, Tensor
+from accordion_hvd.core.base import Allgather, Alltoall, Broadcast, Request, Tensor
 from accordion_hvd.core.running import Running, drive
 from accordion_hvd.ops import on_cpu
 
@@ -153,7 +153,8 @@ class Pending:
         senders: list[Any] = []
         flags: list[Tensor] = []
         for i, decode, ranks, rows in self._decoders:
-            parts = [results[i]] if rows is None else results[i]  # None: it gathers nothing
+            parts = [results[i]] if rows is None else results[i]  # None: it is for one rank
+            parts = parts if isinstance(parts, (list, tuple)) else xp.unstack(parts)
             if rows and not on_cpu(xp.device(parts[0])):
                 values, invalid = decode(xp.stack(parts))
                 results[i] = tuple(zip(*map(xp.unstack, values), strict=True))
@@ -191,6 +192,6 @@ class Pending:
 
 
 def _senders(request: Request, communicator: Communicator) -> Sequence[Any]:
-    if isinstance(request, Allgather):
+    if isinstance(request, Allgather | Alltoall):
         return request.group or range(communicator.size)
     return [request.root if isinstance(request, Broadcast) else getattr(request, "sender", None)]

@@ -81,7 +81,11 @@ def results(requests: Mapping[int, Request]) -> dict[int, Any]:
     if isinstance(first, Broadcast):
         return {rank: xp.copy(requests[first.root].tensor) for rank in requests}
     parts = [deal(xp, x, len(tensors)) for x in tensors]
-    return {rank: xp.concat([part[i] for part in parts]) for i, rank in enumerate(requests)}
+    received = {rank: [part[i] for part in parts] for i, rank in enumerate(requests)}
+    read = first.decode
+    if read is None:
+        return {rank: xp.concat(rows) for rank, rows in received.items()}
+    return {rank: tuple(read(row[0])[0] for row in rows) for rank, rows in received.items()}
 
 
 def reduce(xp: ModuleType, tensors: Sequence[Tensor], op: str) -> Tensor:

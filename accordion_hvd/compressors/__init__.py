@@ -4,6 +4,7 @@ from accordion_hvd.compressors.adacomp import AdaComp
 from accordion_hvd.compressors.dense import BF16, FP16, Dense
 from accordion_hvd.compressors.dgc import DGC
 from accordion_hvd.compressors.diana import Diana
+from accordion_hvd.compressors.double_squeeze import DoubleSqueeze
 from accordion_hvd.compressors.ef21 import EF21
 from accordion_hvd.compressors.int8 import Int8
 from accordion_hvd.compressors.lgc import LGC
@@ -29,6 +30,7 @@ __all__ = [
     "DGC",
     "Dense",
     "Diana",
+    "DoubleSqueeze",
     "EF21",
     "EFSignSGD",
     "ErrorFeedback",

@@ -40,6 +40,8 @@ class Int8(Codec):
 
     batching: ClassVar[str] = "alike"
     contractive: ClassVar[bool] = True
+    codes: ClassVar[tuple[int, ...]] = (8,)
+    shared: ClassVar[str] = "block"
 
     block: int = 256
 

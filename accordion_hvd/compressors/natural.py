@@ -31,6 +31,7 @@ class Natural(Codec):
     batching: ClassVar[str] = "any"
     feedback: ClassVar[bool] = False
     unbiased: ClassVar[bool] = True
+    codes: ClassVar[tuple[int, ...]] = (1, 8)
 
     def encode(self, x: Tensor, info: Info) -> Message:
         """Return the signs and exponents as bytes."""

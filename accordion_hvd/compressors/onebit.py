@@ -24,8 +24,8 @@ class OneBit(Codec):
     which minimize the squared error for the paper's threshold of zero. The matrix is that of
     `PowerSGD`: (n, m), with n elements per column.
 
-    In the paper, each rank adds up one slice and sends its sum in one bit again. Here (ours) all
-    ranks receive all bits and add them identically, so the mean has no second quantization error.
+    In the paper, each rank adds up one slice and sends its sum in one bit again, which is
+    `DoubleSqueeze(OneBit())`. Here (ours) all ranks receive all bits, and the mean is exact.
 
     Traffic: an allgather of n m / 8 + 8 m bytes per matrix, so traffic grows with the number of
     ranks.
@@ -33,6 +33,7 @@ class OneBit(Codec):
 
     batching: ClassVar[str] = "alike"
     contractive: ClassVar[bool] = True
+    codes: ClassVar[tuple[int, ...]] = (1,)
 
     def layout(self, shape: tuple[int, ...]) -> tuple[int, int]:
         return matrix_shape(shape)

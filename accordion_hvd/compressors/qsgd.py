@@ -42,6 +42,7 @@ class QSGD(Codec):
     batching: ClassVar[str] = "any"
     feedback: ClassVar[bool] = False
     unbiased: ClassVar[bool] = True
+    shared: ClassVar[str] = "bucket"
 
     bits: int = 4
     bucket: int = 512
@@ -51,6 +52,10 @@ class QSGD(Codec):
         check.integer(self, "bits", self.bits, least=1, most=8)
         check.integer(self, "bucket", self.bucket, least=1)
         check.one_of(self, "norm", self.norm, ("max", "l2"))
+
+    @property
+    def codes(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple(quantization.sections(self.bits))
 
     def encode(self, x: Tensor, info: Info) -> Message:
         """Return the codes and the step size of each bucket."""

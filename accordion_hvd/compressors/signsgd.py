@@ -130,6 +130,7 @@ class EFSignSGD(Codec):
 
     batching: ClassVar[str] = "alike"
     contractive: ClassVar[bool] = True
+    codes: ClassVar[tuple[int, ...]] = (1,)
 
     def encode(self, x: Tensor, info: Info) -> Message:
         """Return the signs, and for each tensor the step from -scale to scale."""

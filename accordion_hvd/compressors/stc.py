@@ -24,9 +24,9 @@ class STC(Ratio, SparseCodec):
     selected elements become mu sign(x), where mu is the mean of their magnitudes, and all others
     become 0.
 
-    The paper's server compresses the mean a second time; here all ranks use the exact mean of the
-    messages (ours). The paper encodes the distances between indices with Golomb codes, in 8.1 bits
-    each at a ratio of 0.01; `ops.indices` needs 9.6 bits.
+    The paper's server compresses the mean a second time, as `DoubleSqueeze(STC())` does; here all
+    ranks use the exact mean of the messages (ours). The paper encodes the distances between indices
+    with Golomb codes, in 8.1 bits each at a ratio of 0.01; `ops.indices` needs 9.6 bits.
 
     Args:
         ratio: fraction of the elements to send, in (0, 1]; at least one element is sent. Default:

@@ -33,12 +33,12 @@ class Request:
     Attributes:
         tensor: this rank's contribution.
         group: the ranks that take part; None for all ranks.
-        decode: decodes a received tensor, or each rank's tensor for an `Allgather`. It returns
-            `(value, invalid)`: the generator receives `value`, and a nonzero element in the
-            vector `invalid` marks the payload as corrupt. Outside graphs, `decode` may raise
-            ValueError instead. A corrupt payload raises `PayloadError`, which names the sender,
-            before any exchange generator resumes from its first request. All changes to states
-            are then undone.
+        decode: decodes a received tensor, or each rank's tensor for an `Allgather` and each rank's
+            row for an `Alltoall`, whose result is then a tuple. It returns `(value, invalid)`: the
+            generator receives `value`, and a nonzero element in the vector `invalid` marks the
+            payload as corrupt. Outside graphs, `decode` may raise ValueError instead. A corrupt
+            payload raises `PayloadError`, which names the sender, before any exchange generator
+            resumes from its first request. All changes to states are then undone.
     """
 
     tensor: Tensor
@@ -103,9 +103,11 @@ class Alltoall(Request):
         splits: number of rows for each rank, in rank order, which sum to the first dimension. The
             result is then a tuple of the tensors received from each rank. The other dimensions
             must be equal on all ranks. Not supported in graphs.
+        rows: whether `decode` also takes the whole result; see `Allgather`.
     """
 
     splits: tuple[int, ...] | None = field(default=None, kw_only=True)
+    rows: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,8 +220,9 @@ class Compressor(NotForStockHorovod):
         topology_aware: whether `Info.hosts` holds the hosts.
         fp16_reduction: whether it sends fp16 values only. The ranks then choose once whether the
             engine or the communicator adds them (`comm.fp16_reduction`).
-        sharded: whether, on known hosts, the state covers only a part of the tensor (see
-            `expand_residual`). The residual of other levels is then added to the next gradient.
+        sharded: whether the state covers only a part of the tensor, on known hosts if it is
+            `topology_aware` (see `expand_residual`). The residual of other levels is then added to
+            the next gradient.
         tracks: whether results follow the gradients over several steps. The residual of other
             levels is then sent whole beside the first message, which would forget it.
         private: whether nothing but the result of `exchange` may reveal anything about gradients.

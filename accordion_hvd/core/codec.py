@@ -40,6 +40,10 @@ class Codec(Compressor):
         unbiased: whether a decoded message is the tensor in expectation, which `Diana` needs.
         rows: whether readers also take rows, one from each rank (`Allgather.rows`). Ignored if the
             codec is `uneven`.
+        codes: bits of the sections of the first part of a message, with one code per element, as
+            `quantization.pack_bits` packs them. The first dimension of other parts then counts
+            tensors or `run`s, so that a message can be cut. () if messages have another form.
+        shared: name of the argument that is the length of a `run`; "" if there is none.
     """
 
     feedback: ClassVar[bool] = True
@@ -47,6 +51,15 @@ class Codec(Compressor):
     summed: ClassVar[bool] = False
     unbiased: ClassVar[bool] = False
     rows: ClassVar[bool] = False
+    codes: ClassVar[tuple[int, ...]] = ()
+    shared: ClassVar[str] = ""
+
+    def run(self, layout: tuple[int, ...]) -> int:
+        """Return how many neighbours share a scale: by default a column or, padded, a vector."""
+        if self.shared:
+            return int(getattr(self, self.shared))
+        length, *columns = layout
+        return length if columns else length + -length % 8
 
     def specialize(self, info: Info) -> Codec:
         """Return the codec that serves the tensor of an exchange; by default, this codec.
@@ -152,16 +165,26 @@ def average(
     if codec.summed:
         combined = yield Allreduce(message[0])
         return codec.mean([(combined, *message[1:])], room, info), message
-    readers = codec.readers(namespace(room).shape(room)) or (None,) * len(message)
+    messages = yield from gathered(codec, message, namespace(room).shape(room))
+    return codec.mean(messages, room, info), messages[info.rank]
+
+
+def gathered(
+    codec: Codec, message: Message, shape: tuple[int, ...]
+) -> Generator[Any, Any, list[Message]]:
+    """Send this rank's message to all ranks; return the messages of all ranks, parsed.
+
+    Args:
+        shape: shape of the encoded tensor.
+    """
+    readers = codec.readers(shape) or (None,) * len(message)
     requests = tuple(
         Allgather(part, uneven=codec.uneven, decode=reader, rows=codec.rows and not codec.uneven)
         for part, reader in zip(message, readers, strict=True)
     )
     if len(requests) == 1:  # the form in which compressors that wrap others expect it
-        messages: list[Message] = [(part,) for part in (yield requests[0])]
-    else:
-        messages = list(zip(*(yield requests), strict=True))
-    return codec.mean(messages, room, info), messages[info.rank]
+        return [(part,) for part in (yield requests[0])]
+    return list(zip(*(yield requests), strict=True))
 
 
 def parse(codec: Codec, message: Sequence[Tensor], shape: tuple[int, ...], sender: int) -> Message:

@@ -329,7 +329,7 @@ def restoring(exchange: Exchange, mine: Sequence[SavedState], about: dict[str, A
         new = exchange.load_bucket_state(entry, saved, made)
         new.name, new.served_by_level = row["seed"], {}
         new.served_from = about["steps"] - about["skipped"]
-        if saved.states or not of_parts(entry.levels):
+        if saved.states or not of_parts(entry.levels, made):
             new.served_from -= row["served"]
             new.served_by_level = dict(row["turns"])
         loaded.append(new)

@@ -267,14 +267,18 @@ class BucketState:
 
     def prepare(self, info: Info) -> None:
         """Make the state if there is none, or if rank or hosts of sharded states have changed."""
-        before = self.created_with
-        if before is not None and self.sharded:
-            if (before.hosts, before.rank) != (info.hosts, info.rank):
-                self._carry_residual(before)
+        if self.created_with is not None and self.moved(info):
+            self._carry_residual(self.created_with)
         if self._stack is None and self._stored is None:
             self.store(self.compressor.init(self.spec, info), info)
         if self.created_with is None:
             self.created_with = info
+
+    def moved(self, info: Info) -> bool:
+        """Return whether a sharded state covers another part of the tensor than the rank's."""
+        made = self.created_with or info
+        places = ((x.hosts, x.rank, x.size) for x in (made, info))
+        return self.sharded and len(set(places)) > 1
 
     def _carry_residual(self, before: Info) -> None:
         """Discard sharded states, and carry the residual of the full tensor instead."""
@@ -316,15 +320,11 @@ class BucketState:
 
     def _take_residual(self, state: State, old: Compressor, old_state: State, info: Info) -> State:
         """Return the new level's state with the old residual in it, or store it in `carried`."""
-        new, part = self.compressor, old.residual(old_state)
-        feeds_back = new.residual(state) is not None
-        if feeds_back and part is not None and new.sharded and old.sharded:
-            return new.with_residual(state, part)  # the same shard, in the same units
-        residual = self._total_residual(old, old_state, info)
+        new, residual = self.compressor, self._total_residual(old, old_state, info)
         self.carried = None
         if residual is None:
             return state
-        if feeds_back and not new.sharded:
+        if new.residual(state) is not None and not new.sharded:
             return new.with_residual(state, residual)
         self.carried = residual
         return state
@@ -470,7 +470,7 @@ class Batch:
 
     def open(self, info: Info, wanted: Sequence[Evidence]) -> None:
         """Make missing states and evidence, and stack the states of the buckets."""
-        if not self._is_stacked() or self.first.sharded:
+        if not self._is_stacked() or self.first.moved(info):
             for entry in self.entries:
                 entry.prepare(replace(info, name=entry.name) if self.stacked else info)
             if self.stacked and not self._is_stacked():

@@ -110,7 +110,7 @@ class SavedState:
             spec: spec of the bucket, in NumPy.
             made: the `Info` with which the rank's states were made.
         """
-        if not (made.hosts and of_parts(levels)):
+        if not of_parts(levels, made):
             return self
         level, carried = levels[self.level], self.carried
         residual = level.residual(self.states.get(self.level, {}))
@@ -130,9 +130,9 @@ def check_like(name: str, saved: Tensor, made: Tensor, spec: Spec) -> None:
         check.refuse("state", f"tensor {name!r}", given, f"like {dtype} {tuple(shape)}")
 
 
-def of_parts(levels: Sequence[Compressor]) -> bool:
+def of_parts(levels: Sequence[Compressor], made: Info) -> bool:
     """Return whether the states of a level may be sharded (`Compressor.sharded`)."""
-    return any(level.sharded for level in levels)
+    return any(level.sharded and (made.hosts or not level.topology_aware) for level in levels)
 
 
 def rescaled(

@@ -26,7 +26,16 @@ from tqdm import tqdm
 
 from accordion_hvd import check
 from accordion_hvd.comm import local
-from accordion_hvd.core.base import Allgather, Allreduce, Compressor, Info, Request, State, Tensor
+from accordion_hvd.core.base import (
+    Allgather,
+    Allreduce,
+    Alltoall,
+    Compressor,
+    Info,
+    Request,
+    State,
+    Tensor,
+)
 from accordion_hvd.core.placement import consecutive
 from accordion_hvd.core.running import Running
 from accordion_hvd.ops import backend
@@ -140,6 +149,8 @@ class Bench:
         if request.decode is None:
             return answer
         began = time.perf_counter()
+        if isinstance(request, Alltoall):
+            answer = tuple(self.xp.unstack(answer))
         if isinstance(answer, tuple):
             answer = tuple(request.decode(part)[0] for part in answer)
         else:

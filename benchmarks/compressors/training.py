@@ -143,6 +143,7 @@ METHODS = (
     Method("Diana(QSGD(4))"),
     Method("ErrorFeedback(Natural())"),
     Method("Gathered(TopK(0.1))"),
+    Method("DoubleSqueeze(QSGD(4))"),
     Method("Momentum(Natural())"),
     Method("TwoLevel(PowerSGD(1))"),
     Method("Accordion(PowerSGD(4), PowerSGD(1), window=$epoch, interval=2)"),

@@ -19,6 +19,7 @@ from accordion_hvd import (
     Dense,
     Diana,
     Displacement,
+    DoubleSqueeze,
     ErrorFeedback,
     Fixed,
     Gathered,
@@ -70,7 +71,8 @@ def trained(compression: Any, lr: float, epochs: int = EPOCHS) -> tuple[float, f
     return before, loss(w), world.exchanges[0]
 
 
-WRAPPERS = [EF21(TopK()), Diana(QSGD()), ErrorFeedback(TopK()), Gathered(TopK()), Momentum(TopK())]
+WRAPPERS = [EF21(TopK()), Diana(QSGD()), ErrorFeedback(TopK()), Gathered(TopK()), Momentum(TopK()),
+            DoubleSqueeze(QSGD())]  # fmt: skip
 KINDS = [getattr(compressors, name) for name in compressors.__all__]
 DEFAULTS = [
     *[

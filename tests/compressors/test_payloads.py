@@ -17,6 +17,7 @@ from accordion_hvd import (
     LGC,
     AdaComp,
     Compressor,
+    DoubleSqueeze,
     Info,
     ScaleCom,
     Threshold,
@@ -187,6 +188,20 @@ def test_a_leader_and_an_innovator_are_named(
     with pytest.raises(PayloadError, match=f"payload of rank {sender} does not decode: "):
         step(world, framework, gradients)
     check_unchanged(world, framework, before)
+
+
+@pytest.mark.parametrize("round_", [0, 1])
+@pytest.mark.parametrize("framework", parameters())
+def test_senders_of_parts_and_of_means_are_named(framework: Framework, round_: int) -> None:
+    def spoil(xp: Any, payload: Any) -> Any:
+        return xp.cast(xp.zeros(xp.shape(payload), "uint8", xp.device(payload)) + 255, "uint8")
+
+    method = Spoiled(DoubleSqueeze(TopK(0.1)), spoil, round=round_)
+    world, before, gradients = world_before(method, framework)
+    with pytest.raises(PayloadError, match=f"payload of rank {ODD} does not decode: "):
+        step(world, framework, gradients)
+    if not round_:
+        check_unchanged(world, framework, before)
 
 
 def test_between_machines_the_sender_is_a_rank() -> None:

@@ -15,7 +15,20 @@ from cases import CASES, Case
 from frameworks import NUMPY, exact_mean, local_size
 from laws import several, step
 
-from accordion_hvd import DGC, EF21, Dense, PowerSGD, StepSchedule, TopK, simulate
+from accordion_hvd import (
+    DGC,
+    EF21,
+    QSGD,
+    Dense,
+    DoubleSqueeze,
+    EFSignSGD,
+    OneBit,
+    PowerSGD,
+    StepSchedule,
+    TopK,
+    TwoLevel,
+    simulate,
+)
 from accordion_hvd.core.base import Compressor
 from accordion_hvd.engine import checkpoint, layout
 from accordion_hvd.engine.step import Step
@@ -26,10 +39,17 @@ OWING = [
     case
     for case in CASES
     if case.feedback and case.compressor.scope == "tensor" and case.compressor != DGC(1.0)
+] + [
+    Case(compressor, None, feedback=True)
+    for compressor in (
+        DoubleSqueeze(TopK(0.1), QSGD(8)),
+        DoubleSqueeze(QSGD(8), TopK(0.1)),
+        TwoLevel(DoubleSqueeze(EFSignSGD())),
+    )
 ]
 """Cases with residuals that are exact up to rounding. (DGC(1.0) sends everything.)"""
 
-LEVELS = [Dense(), TopK(0.3), EF21(TopK(1.0)), PowerSGD(1)]
+LEVELS = [Dense(), TopK(0.3), EF21(TopK(1.0)), PowerSGD(1), DoubleSqueeze(OneBit())]
 
 
 def world_of(compression: Any, ranks: int = RANKS) -> World:

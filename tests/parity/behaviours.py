@@ -38,6 +38,7 @@ from accordion_hvd import (
     Dense,
     Diana,
     Displacement,
+    DoubleSqueeze,
     EFSignSGD,
     Fixed,
     Goodput,
@@ -103,6 +104,8 @@ COMPRESSORS = [
     EF21(TopK(0.05)),
     Diana(QSGD(4)),
     Momentum(EFSignSGD()),
+    DoubleSqueeze(EFSignSGD()),
+    DoubleSqueeze(QSGD(4)),
 ]
 """All but LGC, whose graphs are large: see `check_learned_codes_equal_simulation`."""
 

@@ -154,7 +154,18 @@ def check_quantisers_give_the_simulated_bits() -> None:
     """Quantizers give the same averages on real ranks as in a simulation in NumPy, bit for bit."""
     import torch
 
-    from accordion_hvd import QSGD, EFSignSGD, Info, Int8, Natural, OneBit, SignSGD, TernGrad
+    from accordion_hvd import (
+        QSGD,
+        DoubleSqueeze,
+        EFSignSGD,
+        Info,
+        Int8,
+        Natural,
+        OneBit,
+        SignSGD,
+        TernGrad,
+        TopK,
+    )
     from accordion_hvd.ops import namespace, numpy
     from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, lockstep
 
@@ -162,6 +173,7 @@ def check_quantisers_give_the_simulated_bits() -> None:
     size, rank, hub = ours.size, ours.rank, Hub(communicator().size)
     links = [SimulatedCommunicator(hub, peer, numpy) for peer in range(size)]
     methods = [QSGD(3), TernGrad(), Natural(), Int8(), SignSGD(), EFSignSGD(), OneBit()]
+    methods += [DoubleSqueeze(x) for x in (QSGD(3), Int8(), EFSignSGD(), OneBit(), TopK(0.05))]
     for method in methods:
         mine = torch.zeros(shape)
         state = method.init(namespace(mine).spec(mine), Info(0, rank, size, "w"))
@@ -180,6 +192,40 @@ def check_quantisers_give_the_simulated_bits() -> None:
             results = lockstep(links, generators)
             states = [new for _, new in results]
             np.testing.assert_array_equal(mean.numpy(), results[rank][0], repr(method))
+
+
+def check_parts_take_the_counted_bytes() -> None:
+    """`DoubleSqueeze` passes the engine what is counted: a fraction of `Dense`, on any ranks."""
+    import torch
+
+    from accordion_hvd import QSGD, DoubleSqueeze, EFSignSGD, Info, Int8
+    from accordion_hvd.comm.collectives import Traffic
+    from accordion_hvd.ops import namespace
+
+    ours, shape = communicator(), (250, 256)
+    size, rank, passed = ours.size, harness.RANK, []
+    share = {"alltoall": (size - 1) / size, "allgather": size - 1}  # of bytes that a rank passes
+
+    def watched(kind, operation):
+        def run(name, tensor, *others):
+            passed.append(share[kind] * tensor.numel())
+            return operation(name, tensor, *others)
+
+        return run
+
+    for kind in share:
+        setattr(ours, kind, watched(kind, getattr(ours, kind)))
+    dense = 2 * (size - 1) / size * 4 * 250 * 256
+    for codec, fewer in ((QSGD(4), 7.5), (Int8(), 3.9), (EFSignSGD(), 30.0)):
+        method, mine = DoubleSqueeze(codec), torch.tensor(values(rank, shape, 0))
+        info, traffic = Info(0, rank, size, "parts"), Traffic()
+        state = method.init(namespace(mine).spec(mine), info)
+        passed.clear()
+        ours.run("parts", method.exchange(mine, state, info), traffic)
+        assert abs(sum(passed) - traffic.sent) < 1e-6, (sum(passed), traffic.sent)
+        assert dense / traffic.sent >= fewer, (codec, dense / traffic.sent)
+    for kind in share:
+        delattr(ours, kind)
 
 
 def check_decisions_of_rank_0_are_everybodys() -> None:

@@ -25,6 +25,7 @@ from accordion_hvd import (
     Compressor,
     Dense,
     Diana,
+    DoubleSqueeze,
     EFSignSGD,
     ErrorFeedback,
     Gathered,
@@ -395,6 +396,59 @@ def wrapped(compressor: Compressor, inner: Case, **claims: Any) -> Case:
     return Case(compressor, inner.rounds, discrete=True, **claims)
 
 
+def doubled(
+    method: DoubleSqueeze,
+    run: Callable[[Shape], int],
+    size: Callable[[int, int], int],
+    **claims: Any,
+) -> Case:
+    """Return a case of `DoubleSqueeze`.
+
+    Args:
+        run: function of a shape that returns the largest length of a run.
+        size: function of the number and the length of the runs in a part, which returns the bytes
+            of its message.
+    """
+
+    def slices(shape: Shape, ranks: int) -> Rounds:
+        least, longest = -(-math.prod(shape) // ranks), run(shape)
+        part = min(
+            size(runs, width)
+            for runs in range(-(-least // longest), -(-least // longest) + 8)
+            for width in range(-(-least // runs), longest + 1)
+            if runs * width % 8 == 0
+        )
+        return [("alltoall", ranks * part), ("allgather", part)]
+
+    return Sliced(method, lambda *_: [], slices=slices, discrete=True, **claims)
+
+
+def doubled_qsgd(bits: int, bucket: int) -> Case:
+    """Return a case whose parts have buckets of at most `bucket` elements."""
+    once = qsgd(bits, bucket)
+    claims = {"loss": 2 * once.loss, "apart": 2 * once.apart, "unbiased": True, "guarded": False}
+    return doubled(
+        DoubleSqueeze(QSGD(bits, bucket)),
+        lambda shape: bucket,
+        lambda runs, width: coded((runs * width,), bits) + 4 * runs,
+        slope=WHOLE,
+        **claims,
+    )
+
+
+def doubled_topk(ratio: float) -> Case:
+    def size(runs: int, width: int) -> int:
+        kept = max(1, int(ratio * runs * width))
+        return 4 * kept + indices.packed_length(kept, runs * width)
+
+    method = DoubleSqueeze(TopK(ratio))
+    return doubled(method, vector, size, feedback=True, full=DoubleSqueeze(TopK(1.0)))
+
+
+def vector(shape: Shape) -> int:
+    return 8 * -(-math.prod(shape) // 8)
+
+
 FAR = {"loss": 10.0}  # replicas follow gradients slowly; those of the laws are independent
 
 # 16-bit compressors round twice: each gradient, and the mean.
@@ -473,6 +527,34 @@ CASES = [
     wrapped(Gathered(TopK(0.1)), topk(0.1), full=Gathered(TopK(1.0)), loss=1.0, slope=(0.3, 0.6)),
     wrapped(Momentum(TopK(0.1)), topk(0.1), feedback=True, momentum=True),
     two_level(wrapped(EF21(TopK(0.1)), topk(0.1), **FAR)),
+    doubled_qsgd(4, 512),
+    doubled_qsgd(3, 7),
+    doubled(
+        DoubleSqueeze(Natural()),
+        vector,
+        lambda runs, width: coded((runs * width,), 9),
+        **{"loss": 3.0, "apart": 6.0, "unbiased": True, "guarded": False, "slope": WHOLE},
+    ),
+    doubled(
+        DoubleSqueeze(EFSignSGD()),
+        vector,
+        lambda runs, width: coded((runs * width,), 1) + 4,
+        feedback=True,
+    ),
+    doubled(
+        DoubleSqueeze(Int8()),
+        lambda shape: 256,
+        lambda runs, width: runs * width + 4 * runs,
+        feedback=True,
+    ),
+    doubled(
+        DoubleSqueeze(OneBit()),
+        lambda shape: matrix(shape)[0],
+        lambda runs, width: coded((runs * width,), 1) + 8 * runs,
+        feedback=True,
+    ),
+    doubled_topk(0.1),
+    doubled(DoubleSqueeze(BF16()), vector, lambda runs, width: 2 * runs * width, feedback=True),
 ]
 """Every law of `laws.py` that applies to a row is checked for it."""
 
@@ -515,10 +597,11 @@ REFUSED = [
     *[(PowerSGD, "alternate", bad) for bad in (2, "P", math.nan, None)],
     *[
         (kind, "codec", bad)
-        for kind in (EF21, Diana, ErrorFeedback, Gathered)
+        for kind in (EF21, Diana, ErrorFeedback, Gathered, DoubleSqueeze)
         for bad in (None, "topk", TopK, PowerSGD(1), EF21(TopK(0.1)))
     ],
     *[(Diana, "codec", biased) for biased in (TopK(0.1), RandomK(0.1), OneBit())],
+    *[(DoubleSqueeze, "codec", bad) for bad in (Dense(), RandomK(0.1), Threshold(1.0), AdaComp())],
     *[(Momentum, "compressor", bad) for bad in (None, "topk", DGC(0.1), TwoLevel(TopK(0.1)))],
     *[(TopK, "chunk", bad) for bad in (1, 4097, 0.5, "a", True)],
 ]
