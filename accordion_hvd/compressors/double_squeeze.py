@@ -97,8 +97,8 @@ class DoubleSqueeze(Wrapper):
         rows = cut.rows(xp, x)
         own = [first.encode(x, info) for x in _groups(first, rows, cut)]
         received = yield from _dealt(first, own, rows, cut)
-        part = cut.zeros(first, rows)
-        part = cut.vectors(first, first.mean(received, part, info))
+        room = cut.zeros(first, xp.shape(rows)[1], rows)
+        part = cut.vectors(first, first.mean(received, room, info))
         if "error" in state:
             rest = cut.whole(_remains(first, rows, own, cut, info))
             state = {**state, "error": xp.reshape(rest, xp.shape(state["error"]))}
@@ -124,7 +124,7 @@ class DoubleSqueeze(Wrapper):
         if "server" in state:
             rest = cut.vectors(codec, codec.remove(x, messages[info.rank], info))
             state = {**state, "server": xp.reshape(rest, xp.shape(state["server"]))}
-        return _decoded(codec, messages, cut.zeros(codec, part), cut, info), state
+        return _decoded(codec, messages, part, cut, info), state
 
     def _cut(self, layout: tuple[int, ...], ranks: int) -> Cut:
         runs = [codec.run(layout) for codec in (self.codec, self._second)]
@@ -239,11 +239,11 @@ class Cut:
         view = view if len(codec.layout((1,))) == 1 else xp.transpose(view)
         return xp.reshape(view, (-1, self.length))
 
-    def zeros(self, codec: Codec, like: Tensor) -> Tensor:
-        """Return zeros for a mean of the last dimensions of `like`, as the codec encodes them."""
-        xp = namespace(like)
-        number = xp.shape(like)[-2]
-        return self.view(codec, xp.zeros((number, self.length), "float32", xp.device(like)))
+    def zeros(self, codec: Codec, number: int, like: Tensor) -> Tensor:
+        """Return zeros as the codec encodes a number of vectors, on the device of `like`."""
+        matrix = len(codec.layout((1,))) > 1
+        shape = (number, self.width, self.runs) if matrix else (number, self.length)
+        return namespace(like).zeros(shape, "float32", namespace(like).device(like))
 
 
 def _padded(xp: ModuleType, x: Tensor, width: int) -> Tensor:
@@ -268,7 +268,7 @@ def _dealt(
         codes, *scales = messages[0]
         shapes = [(ranks, xp.shape(x)[0] // ranks, *xp.shape(x)[1:]) for x in scales]
         sent = [xp.reshape(x, shape) for x, shape in zip(scales, shapes, strict=True)]
-        sent.insert(0, xp.concat(_sections(codec, xp.reshape(codes, (1, -1)), ranks), 1))
+        sent.insert(0, _one(xp, _sections(codec, xp.reshape(codes, (1, -1)), ranks), 1))
     else:
         sent = [xp.stack(parts) for parts in zip(*messages, strict=True)]
     readers = codec.readers(xp.shape(cut.view(codec, rows[0]))) or (None,) * len(sent)
@@ -299,22 +299,26 @@ def _remains(
             y if read is None else read(y)[0] for y, read in zip(message, readers, strict=True)
         ]
         rests.append(cut.vectors(codec, codec.remove(x, tuple(parsed), info)))
-    return xp.reshape(rests[0] if len(rests) == 1 else xp.concat(rests), xp.shape(rows))
+    return xp.reshape(_one(xp, rests), xp.shape(rows))
 
 
 def _decoded(
-    codec: Codec, messages: Sequence[Message], like: Tensor, cut: Cut, info: Info
+    codec: Codec, messages: Sequence[Message], part: Tensor, cut: Cut, info: Info
 ) -> Tensor:
-    """Return the tensors of the owners' messages: (ranks, tensors, length)."""
-    xp, parts = namespace(like), list(messages)
+    """Return the tensors of the owners' messages, (ranks, tensors, length).
+
+    Args:
+        part: a tensor like this rank's part.
+    """
+    xp, parts, number = namespace(part), list(messages), namespace(part).shape(part)[0]
     if codec.codes:
         codes, *scales = ([*x] for x in zip(*messages, strict=True))
-        joined = xp.concat([xp.reshape(x, (-1,)) for x in _sections(codec, xp.stack(codes), 1)])
-        parts = [(joined, *map(xp.concat, scales))]
-        like = xp.zeros(
-            (cut.ranks * xp.shape(like)[0], *xp.shape(like)[1:]), "float32", xp.device(like)
-        )
-    means = [cut.vectors(codec, codec.decode(x, xp.copy(like), info)) for x in parts]
-    return xp.reshape(
-        means[0] if len(means) == 1 else xp.concat(means), (cut.ranks, -1, cut.length)
-    )
+        joined = xp.reshape(_one(xp, _sections(codec, xp.stack(codes), 1), 1), (-1,))
+        parts, number = [(joined, *map(xp.concat, scales))], number * cut.ranks
+    means = [codec.decode(x, cut.zeros(codec, number, part), info) for x in parts]
+    vectors = [cut.vectors(codec, mean) for mean in means]
+    return xp.reshape(_one(xp, vectors), (cut.ranks, -1, cut.length))
+
+
+def _one(xp: ModuleType, parts: list[Tensor], axis: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else xp.concat(parts, axis)
