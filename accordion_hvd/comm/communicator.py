@@ -21,8 +21,6 @@ from accordion_hvd.ops import on_cpu
 
 _PAUSE = 0.1  # length of a pause, as a part of the time waited so far
 _SHORTEST, _LONGEST = 1e-4, 2e-3  # seconds
-
-
 _SAFE = 1.0  # seconds; no timeout is shorter
 
 

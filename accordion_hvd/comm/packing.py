@@ -35,7 +35,6 @@ _SMALL_INTEGERS = ("int8", "uint8", "int16", "uint16")
 _LARGE = {True: 1 << 18, False: 1 << 22}
 """Whether on a CPU -> bytes from which a tensor is not worth copying into a common buffer."""
 
-
 Kind = tuple[Any, ...]
 """What requests in one collective share; the first entry names the program."""
 

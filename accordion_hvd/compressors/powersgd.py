@@ -15,14 +15,9 @@ from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, In
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 
-AVERAGES_P, AVERAGES_Q = 0, 1
-"""Phases of `PowerSGD.alternate`."""
-
-_LARGEST, _SMALLEST = 2.0**15, 1e-18
-"""Largest sum over the ranks of numbers in fp16; smallest norm that their scale depends on."""
-
-_HEADROOM = 16.0
-"""How much larger than the last norm a rank's next one may be before it takes a smaller scale."""
+_LARGEST, _SMALLEST, _HEADROOM = 2.0**15, 1e-18, 16.0
+"""Largest sum over the ranks of numbers in fp16; smallest norm on which their units depend; factor
+by which a rank's norm may exceed the last mean norm before its units do."""
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -151,7 +146,7 @@ class PowerSGD(Compressor):
 
     def _average_one(self, matrix: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Average P or Q; return the mean as a matrix, and the new state."""
-        xp, left = namespace(matrix), info.phase == AVERAGES_Q
+        xp, left = namespace(matrix), info.phase == 1  # Q in odd exchanges
         basis = xp.orthogonalize(state["p_mean" if left else "q_mean"])
         total, own = xp.project(
             state["error"], matrix, state["p"], state["q"], basis, left=left
@@ -171,10 +166,7 @@ class PowerSGD(Compressor):
         return xp.expand(factor, basis, matrix), state
 
     def _first(self, factor: Tensor, total: Tensor, state: State, info: Info) -> ExchangeGenerator:
-        """Average the first factor of a step; return it, in units of its own for fp16, and `norm`.
-
-        The norms, which come first, are not finite if the projection is not.
-        """
+        """Average the first factor, in a unit for fp16, behind norms that show if it is finite."""
         if not self.fp16_reduction:
             return (yield self._asked(factor)), {}
         xp, lead = namespace(total), namespace(total).shape(total)[:-2]

@@ -190,6 +190,15 @@ class NotForStockHorovod:
         return self.compress(tensor)
 
 
+ASPECTS = {
+    "target": ("gradient", "parameter"),
+    "output": ("gradient", "update"),
+    "scope": ("tensor", "flat", "joint", "model", "each"),
+    "batching": ("", "alike", "any"),
+}
+"""The values of these attributes of a `Compressor`, which policies check."""
+
+
 class Compressor(NotForStockHorovod):
     """One algorithm and its hyper-parameters, without mutable state.
 

@@ -16,7 +16,6 @@ ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "bool": 1}
 """Bytes per element for each dtype."""
 ITEMSIZE |= {f"{sign}int{bits}": bits // 8 for bits in (8, 16, 32, 64) for sign in ("", "u")}
 
-
 LARGEST = 1e15
 """Norm from which on a gradient is not exchanged: products of states would overflow in fp32."""
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.compressors.dense import Dense
-from accordion_hvd.core.base import Compressor, NotForStockHorovod
+from accordion_hvd.core.base import ASPECTS, Compressor, NotForStockHorovod
 from accordion_hvd.core.observer import Observers
 from accordion_hvd.policies.evidence import Evidence
 from accordion_hvd.policies.gate import Gate, Gating
@@ -217,9 +217,9 @@ def agree(owner: Policy, levels: Sequence[Any], overrides: Mapping[str, Any] | N
 
     Raises:
         TypeError: if a level is no compressor.
-        ValueError: if the levels differ in target, output or scope, or in the compressor of exempt
-            tensors; if a private compressor is not the only level; or if the ranks' weights differ
-            at times under one of several levels.
+        ValueError: if an attribute of a level is none of `ASPECTS`; if the levels differ in target,
+            output or scope, or in the compressor of exempt tensors; if a private compressor is not
+            the only level; or if the ranks' weights differ at times under one of several levels.
     """
     bases, overrides = levels, overrides or {}
     levels = [*levels, *overrides.values()]
@@ -228,6 +228,8 @@ def agree(owner: Policy, levels: Sequence[Any], overrides: Mapping[str, Any] | N
             raise TypeError(
                 f"{type(owner).__name__}: level {level!r} must be a Compressor such as TopK(0.01)."
             )
+        for aspect, allowed in ASPECTS.items():
+            check.one_of(level, aspect, getattr(level, aspect), allowed)
     _check_private(owner, levels)
     local = [x for x in levels if type(x).synchronous is not Compressor.synchronous]
     if local and len({repr(level) for level in levels}) > 1:

@@ -286,3 +286,11 @@ WRONG = [
 def test_wrong_arguments(make: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         make()
+
+
+@pytest.mark.parametrize("aspect", ["target", "output", "scope", "batching"])
+def test_a_level_whose_kind_is_misspelt_is_refused(aspect: str) -> None:
+    """A compressor of a user that sets `batching = "aliek"` would serve each tensor by itself."""
+    Odd = type("Odd", (TopK,), {aspect: "aliek"})
+    with pytest.raises(ValueError, match=f"^Odd: {aspect} is 'aliek', but must be one of '"):
+        StepSchedule({0: Odd(0.01), 4: TopK(0.01)})
