@@ -266,20 +266,20 @@ def resume(name: str) -> None:
 
 def check_a_refused_state_changes_nothing() -> None:
     for name in some(STAGED, STAGED[:1]):
-        model, other = network(), network()
+        model = network()
         model.compile(made(name), loss="mse")
-        other.compile(made(name), loss="mse")
         fit(model, 2)
-        fit(other, 1)
-        late, saved = other.optimizer, {}
-        model.optimizer.save_own_variables(saved)
+        late, saved = model.optimizer, {}
+        late.save_own_variables(saved)
+        steps = late.exchange.steps
+        fit(model, 1)
         before = held(late.exchange, np.asarray), [x.numpy().tolist() for x in late.variables]
         for label, wrong in wrong_stores(saved):
             raises(ValueError, "", lambda o=late, w=wrong: o.load_own_variables(w))
             now = held(late.exchange, np.asarray), [x.numpy().tolist() for x in late.variables]
             assert now == before, (name, label)
         late.load_own_variables(saved)
-        assert late.exchange.steps == model.optimizer.exchange.steps
+        assert late.exchange.steps == steps
 
 
 def wrong_stores(saved: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -293,7 +293,7 @@ def wrong_stores(saved: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     for key in [key for key in saved if key.startswith(MARK) and key != MARK]:
         x = np.asarray(saved[key])
         yield f"{key}, longer", {**saved, key: np.append(x, x[:1])}
-        yield f"{key}, float64", {**saved, key: x.astype(np.float64)}
+        yield f"{key}, int8", {**saved, key: x.astype(np.int8)}
         if ":state:" in key:
             yield f"{key}, missing", {k: y for k, y in saved.items() if k != key}
 

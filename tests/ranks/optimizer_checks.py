@@ -490,7 +490,7 @@ def check_a_refused_state_changes_nothing() -> None:
 
 
 def other_tensors(x: torch.Tensor) -> list[torch.Tensor]:
-    return [torch.cat([x.reshape(-1), x.new_zeros(3)]), x.double()]
+    return [torch.cat([x.reshape(-1), x.new_zeros(3)]), x.to(torch.int8)]
 
 
 def check_state_is_saved_for_any_number_of_ranks() -> None:
