@@ -140,7 +140,7 @@ bench-averaging: setup ## averaging of models when ranks are late, for docs/aver
 results: setup ## Accordion and its competitors, for docs/results.md (a night; what is trained is kept)
 	@$(IN_VENV) $(RUN) scripts/results.py
 
-faults: setup ## what ranks do when one of them fails, for docs/reliability.md (55 minutes)
+faults: setup ## what ranks do when one of them fails, for docs/reliability.md (65 minutes)
 	@$(IN_VENV) $(RUN) scripts/faults.py
 
 storm: setup ## elastic trainings while ranks die, leave and join, for docs/reliability.md (root; two hours)

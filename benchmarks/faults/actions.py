@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import functools
 import os
 import shutil
@@ -13,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from accordion_hvd.engine import checkpoint_files
 
 LATE = 5.0
 """Seconds that a late rank sleeps."""
@@ -92,10 +96,43 @@ def _removed(path: Any) -> Any:
     return path
 
 
-def _full(path: Any) -> Any:
-    """Make the file that is about to be written a device without space."""
+def _fails(operation: str, number: int, value: Any) -> Any:
+    """Make the next call of a function of `os` fail with this error."""
+    function = getattr(os, operation)
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        setattr(os, operation, function)
+        raise OSError(number, os.strerror(number))
+
+    setattr(os, operation, failing)
+    return value
+
+
+def _linked(path: Any) -> Any:
+    """Put a link to a file of somebody else in the place of the file that is about to be made."""
     path.with_name(f"{path.name}.part").symlink_to("/dev/full")
     return path
+
+
+def _locked(directory: Any) -> Any:
+    """Lock a directory of checkpoints, as another job does."""
+    directory.mkdir(parents=True, exist_ok=True)
+    global _other  # whose lock ends with it
+    _other = open(directory / checkpoint_files.LOCK, "wb", buffering=0)
+    fcntl.flock(_other, fcntl.LOCK_EX)
+    _other.write(b"job 7 (process 12 on another host)")
+    return directory
+
+
+_other: Any = None
+
+
+def _taken_over(directory: Any) -> Any:
+    """Let the newest checkpoint be that of another job, as on a file system without locks."""
+    newest = max(directory.glob("state-*"))
+    manifest = checkpoint_files.read_manifest(newest)
+    checkpoint_files.write_manifest(newest, {**manifest, "owner": "job 7"})
+    return directory
 
 
 def _spoiled(number: float, value: Any) -> Any:
@@ -141,7 +178,15 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {
     "memory": functools.partial(_raise, MemoryError("injected")),
     "clock": functools.partial(_clock, 3600.0),
     "clock back": functools.partial(_clock, -3600.0),
-    "full": _full,
+    "full": functools.partial(_fails, "write", errno.ENOSPC),
+    "full rename": functools.partial(_fails, "replace", errno.ENOSPC),
+    "io": functools.partial(_fails, "write", errno.EIO),
+    "io open": functools.partial(_fails, "open", errno.EIO),
+    "io fsync": functools.partial(_fails, "fsync", errno.EIO),
+    "io mkdir": functools.partial(_fails, "mkdir", errno.EIO),
+    "linked": _linked,
+    "locked": _locked,
+    "taken over": _taken_over,
     "nan": functools.partial(_spoiled, np.nan),
     "inf": functools.partial(_spoiled, np.inf),
     "spike": functools.partial(_spoiled, 1e20),

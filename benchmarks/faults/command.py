@@ -7,17 +7,22 @@ interrupted run continues where it ended; cases that are named are tried again.
 
 from __future__ import annotations
 
+import io
 import signal
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from tqdm import tqdm
 
 from accordion_hvd import check
+from accordion_hvd.engine import checkpoint_files
 from benchmarks.faults import launch, page, verdict
 from benchmarks.faults.cases import CASES, Case
 from benchmarks.netbench.bench import machine, say
@@ -129,7 +134,35 @@ def _swap(files: list[Path]) -> None:
     files[1].write_bytes(first)
 
 
-DAMAGES: dict[str, Callable[[list[Path]], None]] = {
+def _rewritten(change: Callable[[Row], Any], files: list[Path]) -> None:
+    """Change a manifest, whose checksum fits then."""
+    manifest = checkpoint_files.read_manifest(files[0].parent)
+    change(manifest)
+    checkpoint_files.write_manifest(files[0].parent, manifest)
+
+
+def _claims_much(files: list[Path]) -> None:
+    """Replace a rank's file by a small one that claims an array of 12 GB; the checksums fit."""
+    header, content = io.BytesIO(), io.BytesIO()
+    shape = {"descr": "<f4", "fortran_order": False, "shape": (3 << 30,)}
+    np.lib.format.write_array_header_1_0(header, shape)
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("0/0/state/error.npy", header.getvalue())
+    row = checkpoint_files.write_file(files[1], content.getvalue())
+    _rewritten(lambda manifest: manifest["files"].__setitem__(1, row), files)
+
+
+def _saved(manifest: Row) -> Row:
+    return manifest["exchanges"][0]
+
+
+DAMAGES: dict[str, Callable[[list[Path]], Any]] = {
+    "lacking": partial(_rewritten, lambda manifest: _saved(manifest)["policy"].pop("history")),
+    "compressor": partial(_rewritten, lambda m: _saved(m).update(compression="Fixed(QSGD(4))")),
+    "shape": partial(_rewritten, lambda m: _saved(m)["buckets"][0].update(shape=[3, 5])),
+    "nested": lambda files: (files[0].parent / "manifest.json").write_text("[" * 100_000),
+    "format": lambda files: (files[0].parent / "manifest.json").write_text('{"format": 7}'),
+    "claims much": _claims_much,
     "cut": _cut,
     "all": _cut,
     "swapped": _swap,

@@ -100,8 +100,11 @@ class Rank:
     def install(self) -> None:
         """Put the places of faults into the package: checkpoints, decisions, encoders, WAGMA."""
         _before(self, checkpoint_files, "write_file", "checkpoint")
+        _before(self, checkpoint_files, "claim", "claim")
         _before(self, checkpoint_files, "new_folder", "checkpoint folder")
+        _before(self, checkpoint_files, "write_manifest", "manifest")
         _before(self, files, "write", "ledger")
+        _before(self, files, "write_receipt", "receipt")
         _before(self, TopK, "encode_accumulating", "encode")
         _before(self, wait_avoiding.WaitAvoiding, "average", "average")
         share = policy_sync.share

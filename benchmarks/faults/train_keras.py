@@ -61,7 +61,7 @@ class Steps(keras.callbacks.Callback):
         if rank.step in SAVED:
             if rank.number == 0:
                 self.model.save_weights(rank.folder / f"model-{rank.step}.weights.h5")
-            hvd.save_state(training.checkpoints(rank))
+            hvd.save_state(training.checkpoints(rank), step=rank.step)
             rank.tell("saved", step=rank.step)
 
 
@@ -107,8 +107,7 @@ def network(rank: Rank) -> keras.Model:
 def resume(rank: Rank, model: keras.Model, optimizer: Any) -> None:
     """Load the last complete checkpoint and the model of the same step."""
     optimizer.build(model.trainable_variables)
-    hvd.load_state(training.checkpoints(rank))
-    rank.step = int(optimizer.exchange.steps)
+    rank.step = hvd.load_state(training.checkpoints(rank))
     model.load_weights(rank.folder / f"model-{rank.step}.weights.h5")
     rank.tell("resumed", step=rank.step)
 

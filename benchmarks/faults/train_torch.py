@@ -53,7 +53,7 @@ def main(rank: Rank) -> None:
     if rank.differs("weights"):
         torch.nn.init.normal_(model[0].weight)
     if rank.resumed:
-        resume(rank, model, optimizer)
+        resume(rank, model)
     train(rank, model, optimizer, scaler, training.steps(rank))
     if not averages and hasattr(optimizer, "exchange"):
         rank.skipped = optimizer.exchange.skipped
@@ -104,14 +104,13 @@ def save(rank: Rank, model: Any, optimizer: Any) -> None:
         optimizer.average_now()
     if rank.number == 0:
         torch.save(model.state_dict(), rank.folder / f"model-{rank.step}.pt")
-    hvd.save_state(training.checkpoints(rank))
+    hvd.save_state(training.checkpoints(rank), step=rank.step)
     rank.tell("saved", step=rank.step)
 
 
-def resume(rank: Rank, model: Any, optimizer: Any) -> None:
+def resume(rank: Rank, model: Any) -> None:
     """Load the last complete checkpoint and the model of the same step."""
-    hvd.load_state(training.checkpoints(rank))
-    rank.step = optimizer.exchange.steps
+    rank.step = hvd.load_state(training.checkpoints(rank))
     model.load_state_dict(torch.load(rank.folder / f"model-{rank.step}.pt", weights_only=True))
     rank.tell("resumed", step=rank.step)
 

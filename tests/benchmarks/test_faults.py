@@ -16,7 +16,7 @@ from benchmarks.faults.cases import CASES, EXPECTED, LAUNCHERS, REFUSED, SECTION
 from benchmarks.faults.launch import Launch
 from benchmarks.faults.training import METHODS
 
-OUTSIDE = ("settings", "files", "checkpoint folder", "")
+OUTSIDE = ("settings", "files", "")
 """Places whose action is no key of `ACTIONS`."""
 
 
