@@ -7,6 +7,7 @@ with gradients that the check supplies, so that NumPy or simulated ranks can com
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import os
 import resource
@@ -64,13 +65,16 @@ from accordion_hvd.check import PayloadError
 from accordion_hvd.comm import fp16_reduction
 from accordion_hvd.comm.agreement import RanksDisagree
 from accordion_hvd.core.running import Running
+from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.guard import ReplicasDiffer
 from accordion_hvd.engine.ledger import Ledger, files
 from accordion_hvd.engine.ledger.ledger import SUMS
 from accordion_hvd.engine.ledger.samples import PARTS
 from accordion_hvd.engine.ledger.summary import summarize
+from accordion_hvd.engine.membership import replaced
 from accordion_hvd.ops import namespace
 from accordion_hvd.policies import base
+from accordion_hvd.simulation import one_process
 from accordion_hvd.simulation.one_process import World
 
 Arrays = Mapping[str, np.ndarray]
@@ -328,10 +332,11 @@ class Simulated:
 
 
 def compare_with_simulation(
-    a: Adapter, compression: Any, local_size: int = 1, atol: float = 1e-5
+    a: Adapter, compression: Any, local_size: int = 1, atol: float = 1e-5, **options: Any
 ) -> Job:
     """Assert that weights and bytes equal those of simulated ranks; return the training."""
-    job, oracle = a.job(compression, lr=0.5), Simulated(a, compression, 0.5, local_size)
+    job = a.job(compression, lr=0.5, **options)
+    oracle = Simulated(a, compression, 0.5, local_size)
     for step in range(4):
         rows = [gradients(rank, step) for rank in everybody(a)]
         job.step(rows[a.hvd.rank()])
@@ -409,6 +414,28 @@ def check_compressed_equals_simulation(a: Adapter) -> None:
     """Real ranks compute the same weights and send the same bytes as simulated ranks."""
     for compression in some(COMPRESSORS, COMPRESSORS[3::5] if a.traced else COMPRESSORS):
         compare_with_simulation(a, compression)
+
+
+def check_residuals_in_16_bits_equal_simulation(a: Adapter) -> None:
+    """Real ranks store the words of simulated ranks, and a job with fp32 residuals loads them."""
+    narrow = functools.partial(Exchange, residual_dtype="bfloat16")
+    some_bits = [EFSignSGD(), STC(0.05), PowerSGD(2), Accordion(low=TopK(0.2), high=TopK(0.05))]
+    for compression in [TopK(0.05), *some(some_bits, [])]:
+        fresh = copy.deepcopy(compression)
+        atol = 1e-2 if isinstance(compression, PowerSGD) else 1e-5  # of last bits
+        with replaced(one_process, Exchange=narrow):
+            job = compare_with_simulation(a, compression, 1, atol, residual_dtype="bfloat16")
+        found = [entry.stored or {} for entry in job.optimizer.exchange.bucket_states]
+        assert {a.xp.dtype(x["error"]) for x in found if "error" in x} == {"int16"}
+        with folder(a) as path:
+            a.hvd.save_state(path, only=[job.optimizer])
+            other = a.job(fresh, lr=0.5)
+            train(a, other, 1)
+            a.hvd.load_state(path, only=[other.optimizer])
+        pairs = zip(residuals(a, other), residuals(a, job), strict=True)
+        assert all(np.array_equal(mine, theirs) for mine, theirs in pairs)
+    with refused(ValueError, "residual_dtype is 'half', but must be one of 'float32', 'bfloat16'"):
+        a.job(TopK(0.1), residual_dtype="half")
 
 
 @once

@@ -54,6 +54,12 @@ SNIPPETS: dict[str, tuple[str, type[Exception], str]] = {
         TypeError,
         "unexpected keyword argument 'op'",
     ),
+    "an argument residual_dtype": (
+        "import torch\nimport accordion_hvd.torch as hvd\nhvd.init()\n"
+        "hvd.OnebitAdam([torch.nn.Parameter(torch.zeros(2))], residual_dtype='bfloat16')",
+        TypeError,
+        "unexpected keyword argument 'residual_dtype'",
+    ),
 }
 """Name -> what cannot be written, and the error with which it fails."""
 

@@ -63,7 +63,7 @@ def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
 
 def wrapped(net: torch.nn.Module, compression: Any = None, **options: Any) -> Any:
     """Return a DDP model of several buckets and the state of the hook, if there is one."""
-    of_state = ("optimizer", "lr", "grad_scaler", "skip", "guard")
+    of_state = ("optimizer", "lr", "grad_scaler", "skip", "guard", "residual_dtype")
     mine = {key: options.pop(key) for key in of_state if key in options}
     model = DDP(net, bucket_cap_mb=options.pop("cap", 0.01), **options)
     return model, None if compression is None else ddp.register(model, compression, **mine)
@@ -132,13 +132,17 @@ def check_no_compression_equals_ddp() -> None:
 
 def check_compressors_equal_the_wrapper() -> None:
     """The hook gives the same weights as `DistributedOptimizer` on the same engine, bit for bit."""
-    halves = PowerSGD(4, wire="float16")
-    for level in (TopK(0.1), PowerSGD(2), halves, FP16(), AdaComp(), ScaleCom(0.05), Int8()):
-        hooked, _ = wrapped(network(), level)
+    levels = (
+        TopK(0.1), PowerSGD(2), PowerSGD(4, wire="float16"), FP16(), AdaComp(),
+        ScaleCom(0.05, beta=0.3), Int8(),
+    )  # fmt: skip
+    narrow = [(level, "bfloat16") for level in (TopK(0.1), PowerSGD(2))]
+    for level, dtype in [*((level, "float32") for level in levels), *narrow]:
+        hooked, state = wrapped(network(), level, residual_dtype=dtype)
         plain = network()
-        optimizer = hvd.DistributedOptimizer(
+        optimizer: Any = hvd.DistributedOptimizer(
             torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9),
-            plain.named_parameters(), level,
+            plain.named_parameters(), level, residual_dtype=dtype,
         )  # fmt: skip
         train(hooked)
         for step in range(6):
@@ -147,6 +151,10 @@ def check_compressors_equal_the_wrapper() -> None:
             optimizer.step()
         assert_same(hooked)
         assert torch.equal(weights(hooked), weights(plain)), level
+        if dtype == "bfloat16":
+            for exchange in (state.exchange, optimizer.exchange):
+                stored = [entry.stored or {} for entry in exchange.bucket_states]
+                assert {x["error"].dtype for x in stored if "error" in x} == {torch.int16}
 
 
 def check_losses_equal_those_of_ddps_own_hook() -> None:
@@ -532,6 +540,8 @@ def check_refusals() -> None:
     model = DDP(net)
     with refused(ValueError, "WAGMA", "DistributedOptimizer"):
         ddp.register(model, WAGMA())
+    with refused(ValueError, "ddp.register: residual_dtype is 'half'", "'bfloat16'"):
+        ddp.register(model, TopK(0.1), residual_dtype="half")  # type: ignore[arg-type]
     with refused(ValueError, "batch_size"):
         ddp.register(model, Accordion(batch_size=(64, 512)))
     with refused(ValueError, "OnebitAdam"):

@@ -134,12 +134,19 @@ def assert_same_replicas(model: Any) -> None:
 
 
 def check_replicas_are_equal() -> None:
-    for level in (TopK(0.1), PowerSGD(2), PowerSGD(4, wire="float16"), AdaComp()):
-        model, state = sharded(network(), level)
+    for level, dtype in (
+        (TopK(0.1), "float32"), (PowerSGD(2), "float32"), (AdaComp(), "float32"),
+        (PowerSGD(4, wire="float16"), "float32"),
+        (TopK(0.1), "bfloat16"), (PowerSGD(2), "bfloat16"),
+    ):  # fmt: skip
+        model, state = sharded(network(), level, residual_dtype=dtype)
         train(model, range(20))
         assert_same(model)
         stats = state.exchange.stats()
         assert stats["steps"] == 20 and stats["sent"] < stats["dense_sent"]
+        stored = [entry.stored or {} for entry in state.exchange.bucket_states]
+        kind = torch.int16 if dtype == "bfloat16" else torch.float32
+        assert {x["error"].dtype for x in stored if "error" in x} == {kind}
 
 
 def check_accordion_switches() -> None:
@@ -425,6 +432,8 @@ def check_refusals() -> None:
         fsdp.between(model, mesh(), WAGMA())
     with refused(ValueError, "fsdp.between: skip is 'haed*'"):
         fsdp.between(model, mesh()["replicas"], TopK(0.1), skip="haed*")
+    with refused(ValueError, "fsdp.between: residual_dtype is 'half'", "'bfloat16'"):
+        fsdp.between(model, mesh(), TopK(0.1), residual_dtype="half")  # type: ignore[arg-type]
     with refused(ValueError, "backward_passes_per_step is 0"):
         fsdp.between(model, mesh(), TopK(0.1), passes=0)
 

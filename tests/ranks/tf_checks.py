@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import warnings
@@ -24,12 +25,16 @@ from accordion_hvd import (
     Fixed,
     PowerSGD,
     TopK,
+    simulate,
 )
 from accordion_hvd.comm.agreement import RanksDisagree
 from accordion_hvd.comm.horovod import tensorflow as engine
 from accordion_hvd.comm.horovod.tensorflow import HorovodCommunicator
 from accordion_hvd.core.base import Allgather, Alltoall, Neighbours
+from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.guard import ReplicasDiffer
+from accordion_hvd.engine.membership import replaced
+from accordion_hvd.simulation import one_process
 from accordion_hvd.tensorflow import tape as tapes
 from accordion_hvd.tensorflow.tape import exchange_of
 from accordion_hvd.tensorflow.variables import describe
@@ -161,6 +166,29 @@ def check_tape_averages() -> None:
             factor = hvd.size() if "op" in options else 1
             for grad in run(tf.constant(rank_gradient())):
                 np.testing.assert_allclose(grad.numpy(), want * factor, rtol=1e-2, atol=2e-3)
+
+
+def check_tape_with_residuals_in_16_bits() -> None:
+    """Tapes average as simulated ranks do, eagerly and in graphs, with words of bfloat16."""
+    narrow = functools.partial(Exchange, residual_dtype="bfloat16")
+    for graph in (False, True):
+        variable = tf.Variable(tf.zeros((40, 40)))
+        options = {"compression": TopK(0.1), "residual_dtype": "bfloat16", "guard": "off"}
+        run = in_graph(graph, tape_step([variable], **options))
+        with replaced(one_process, Exchange=narrow):
+            world = simulate(TopK(0.1), hvd.size())
+            for step in range(3):
+                (mean,) = run(tf.constant(rank_gradient(step)))
+                rows = [{"Variable": rank_gradient(step, rank)} for rank in range(hvd.size())]
+                (want, *_) = world.step(rows)
+                assert want is not None
+                np.testing.assert_allclose(mean.numpy(), want["Variable"], rtol=1e-6, atol=1e-7)
+        (entry,) = exchange_of(TopK(0.1), [variable]).bucket_states
+        (own,) = world.exchanges[hvd.rank()].bucket_states
+        assert entry.bucket.name == own.bucket.name and entry.stored and own.stored
+        np.testing.assert_array_equal(entry.stored["error"].numpy(), own.stored["error"])
+    step = functools.partial(tape_step([variable], residual_dtype="half"), tf.ones((40, 40)))
+    raises(ValueError, "DistributedGradientTape: residual_dtype is 'half'", step)
 
 
 def check_tape_in_a_later_trace_of_a_function() -> None:
