@@ -106,7 +106,10 @@ METHODS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("method, first, second, order, length, width", METHODS, ids=str)
+@pytest.mark.parametrize(
+    "method, first, second, order, length, width", METHODS,
+    ids=[f"{method}-{length}-{width}" for method, *_, length, width in METHODS],
+)  # fmt: skip
 def test_it_is_algorithm_1(
     method: DoubleSqueeze, first: Code, second: Code, order: Any, length: int, width: int
 ) -> None:
