@@ -24,6 +24,8 @@ STEPS = 6
 PATIENCE = 60.0
 """Seconds to wait for other ranks."""
 
+CUT = Path(os.environ["CHECK_FOLDER"], "cut")
+
 BEGIN: dict[str, Any] = {
     "step": 0, "entered": 0, "sizes": [], "leaders": [], "changes": [], "total": None
 }  # fmt: skip
@@ -36,8 +38,14 @@ class Stages:
     Args:
         names: "join" (a third rank joins), "vanish" (discovery finds no host for a while and then
             the hosts of three ranks, of which the third is now the first), "leave" (the rank on
-            the second host leaves in order), "kill" (that rank is killed).
+            the second host leaves in order), "kill" (that rank is killed), "cut" (the network of
+            the last of three hosts is cut, see `cut_hosts`).
+
+    Attributes:
+        resumed: seconds from the cut until the other ranks went on.
     """
+
+    resumed = 0.0
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names, self.waited, self.begun = names, 0.0, 0
@@ -50,6 +58,8 @@ class Stages:
             state.changes = [*state.changes, (norm, drift)]
         state.sizes, state.entered = [*state.sizes, size], state.step
         state.leaders = [*state.leaders, state.leading_rank]
+        if CUT.exists():
+            self.resumed = time.time() - CUT.stat().st_mtime
 
     def over(self, state: Any) -> bool:
         """Return whether all stages and the steps after them are done, or waiting took too long."""
@@ -79,6 +89,8 @@ def change_hosts(name: str) -> None:
         threading.Timer(ABSENCE, write_hosts, [MANY]).start()
     elif name == "leave":
         write_hosts(FEW)
+    elif name == "cut":
+        CUT.touch()
 
 
 def write_hosts(text: str) -> None:

@@ -67,5 +67,6 @@ harness.tell(
     leaders=state.leaders,
     changes=state.changes,
     steps=state.step,
+    resumed=stages.resumed,
     weights=[float(np.sum(v.numpy(), dtype=np.float64)) for v in model.trainable_variables],
 )

@@ -67,5 +67,6 @@ harness.tell(
     leaders=state.leaders,
     changes=state.changes,
     steps=state.step,
+    resumed=stages.resumed,
     weights=[float(p.double().sum()) for p in model.parameters()],
 )
