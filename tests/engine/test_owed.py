@@ -180,7 +180,7 @@ def _sums(self: Any, states: Any, spec: Any, info: Any) -> Any:
 FAULTS: list[tuple[Any, Any, str, Any]] = [
     (after_a_skip, Step, "take_back", lambda self: None),
     (while_unused, layout.Batch, "_chosen", lambda self, old, new, absent: new),
-    (after_resuming, layout.BucketState, "load", lambda self, saved: None),
+    (after_resuming, layout.BucketState, "load", lambda self, saved, info: None),
     (on_fewer_ranks, Compressor, "rescale", _sums),
     (on_more_ranks, Compressor, "rescale", _sums),
     (after_switches, layout.BucketState, "_take_residual", lambda self, state, *more: state),
