@@ -16,6 +16,9 @@ from benchmarks.netbench import sandbox
 MOST = TIMEOUT + 10.0
 """Seconds after which every rank has ended, or goes on."""
 
+AGAIN = 5.0
+"""Seconds more for Horovod to connect the rest: ten in all on two slow and busy cores."""
+
 pytestmark = [
     pytest.mark.nightly, pytest.mark.quiet, pytest.mark.launch, pytest.mark.timeout(300)
 ]  # fmt: skip
@@ -47,7 +50,7 @@ def test_ranks_of_an_elastic_job_go_on(framework: str) -> None:
     rig, told, found = cut_off("elastic", f"elastic_{framework}.py", "topk:0.1", "cut")
     assert len(told) == HOSTS - 1, found
     for row in told:
-        assert row["sizes"] == [HOSTS, HOSTS - 1] and row["resumed"] < MOST, found
+        assert row["sizes"] == [HOSTS, HOSTS - 1] and row["resumed"] < MOST + AGAIN, found
         assert row["steps"] == told[0]["steps"] and row["weights"] == told[0]["weights"], found
         ((norm, drift),) = row["changes"]
         assert norm > 0 and drift < 1.5, found
