@@ -561,7 +561,7 @@ def expanded(exchange: Exchange, about: dict[str, Any]) -> list[SavedState]:
 
 def _from_one(exchange: Exchange, mine: Sequence[SavedState]) -> list[SavedState]:
     pairs = zip(exchange.bucket_states, mine, strict=True)
-    return [rescale_from_one(saved, *_kind(exchange, entry)) for entry, saved in pairs]
+    return [rescale_from_one(saved.widened(), *_kind(exchange, entry)) for entry, saved in pairs]
 
 
 def _expanded(exchange: Exchange, mine: Sequence[SavedState], made: Info) -> list[SavedState]:
