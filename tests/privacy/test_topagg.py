@@ -1,4 +1,8 @@
-"""Tests of TopAgg: the sensitivity of its sums, its noise, and its refusals."""
+"""Tests of TopAgg: the sensitivity of its sums, its noise, and its refusals.
+
+Signs and noise cannot be seeded: bounds are at six standard errors, which chance alone passes
+once in 500 million runs.
+"""
 
 from __future__ import annotations
 
@@ -164,7 +168,7 @@ def test_votes_are_unbiased(clip: float | None, wanted: list[float]) -> None:
     count = 40_000
     mean = votes_of(teachers(count, k=3, clip=clip), np.repeat(gradient, count, 0)) / count
     error = np.sqrt((1 - np.square(wanted)) / count)
-    assert (np.abs(mean[:3] - wanted) <= 4 * error + 1e-4).all()
+    assert (np.abs(mean[:3] - wanted) <= 6 * error + 1e-4).all()
     assert not mean[3:].any()
 
 
@@ -231,17 +235,17 @@ def test_noise_is_added_once(ranks: int) -> None:
     """The noise is a rounded normal of variance sigma^2 for any number of ranks."""
     noise = noise_of(NOISY, ranks, 40_000)[0]
     assert (noise == np.round(noise)).all()
-    assert abs(noise.mean()) < 5 * 40 / 200
-    assert abs(noise.var() / (1600 + 1 / 12) - 1) < 5 * math.sqrt(2 / 40_000)
+    assert abs(noise.mean()) < 6 * 40 / 200
+    assert abs(noise.var() / (1600 + 1 / 12) - 1) < 6 * math.sqrt(2 / 40_000)
     edges = np.concatenate([[-np.inf], np.arange(-99.5, 100), [np.inf]])
     counts = np.histogram(noise, edges)[0]
     expected = np.diff(stats.norm.cdf(edges, scale=40)) * noise.size
-    assert stats.chisquare(counts, expected).pvalue > 1e-5
+    assert stats.chisquare(counts, expected).pvalue > 1e-8
 
 
 def test_noise_is_on_every_coordinate_and_new_each_time() -> None:
     noise = noise_of(NOISY, 2, 5000, steps=2)
-    assert abs(np.corrcoef(noise)[0, 1]) < 5 / math.sqrt(5000)
+    assert abs(np.corrcoef(noise)[0, 1]) < 6 / math.sqrt(5000)
     assert np.count_nonzero(noise) > 0.97 * noise.size
     gradient = np.zeros(5000, np.float32)
     gradient[3] = 1
@@ -255,16 +259,16 @@ def test_blocks_of_noise_are_independent() -> None:
     noise = secret.rounded_normal(3 * count + 5, 1000.0, "int16")
     blocks = noise[: 3 * count].reshape(3, count)
     assert noise.shape == (3 * count + 5,) and np.count_nonzero(noise[-5:])
-    assert (abs(blocks.std(1) / 1000 - 1) < 5 / math.sqrt(2 * count)).all()
-    assert abs(np.corrcoef(blocks) - np.eye(3)).max() < 5 / math.sqrt(count)
+    assert (abs(blocks.std(1) / 1000 - 1) < 6 / math.sqrt(2 * count)).all()
+    assert abs(np.corrcoef(blocks) - np.eye(3)).max() < 6 / math.sqrt(count)
     wrapped = secret.rounded_normal(2 * count, 100.0, "int8")
     assert wrapped.min() < -120 and wrapped.max() > 120
 
 
 def test_tails_reach_far() -> None:
     rare = secret.normal(2_000_000)
-    assert 4.5 < np.abs(rare).max() < 7.5
-    assert stats.kstest(rare[:200_000], "norm").pvalue > 1e-5
+    assert 4.4 < np.abs(rare).max() < 7.5
+    assert stats.kstest(rare[:200_000], "norm").pvalue > 1e-8
     assert 0.49 < (secret.uniform(100_000) < 0.5).mean() < 0.51
 
 
@@ -278,7 +282,7 @@ def test_chance_alone_passes_the_threshold_as_often_as_it_should() -> None:
     gradients[:, 0] = 1.0
     passed = simulate(method, 1).step([{"w": gradients}])[0]["w"][5:] != 0
     chance = 2 * stats.norm.sf(70.5 / 90)  # more than 70 is at least 70.5 before rounding
-    assert abs(passed.mean() - chance) < 4 * math.sqrt(chance * (1 - chance) / passed.size)
+    assert abs(passed.mean() - chance) < 6 * math.sqrt(chance * (1 - chance) / passed.size)
 
 
 def reseed() -> None:
@@ -303,7 +307,7 @@ def test_seeds_do_not_repeat_the_noise(framework: Framework) -> None:
         ranks = Ranks(NOISY, 2, framework)
         found.append(np.stack([ranks.step(g)[0] for g in normals((500,), 2, steps=2)]).ravel())
     assert (found[0] != found[1]).mean() > 0.9
-    assert abs(np.corrcoef(found)[0, 1]) < 5 / math.sqrt(1000)
+    assert abs(np.corrcoef(found)[0, 1]) < 6 / math.sqrt(1000)
 
 
 def test_only_the_trusted_rank_draws(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +328,7 @@ def test_signs_are_secret_too() -> None:
     method = teachers(1, k=4000, sigma=1.0, unprotected=False)
     first, second = votes_of(method, gradient), votes_of(method, gradient)
     assert 0.3 < (first != second).mean() < 0.45  # 2 * 3/4 * 1/4
-    assert abs(first.mean() - 0.5) < 5 * math.sqrt(0.75 / 4000)
+    assert abs(first.mean() - 0.5) < 6 * math.sqrt(0.75 / 4000)
 
 
 @pytest.mark.parametrize("framework", parameters(FRAMEWORKS))
@@ -332,7 +336,7 @@ def test_secret_numbers_of_every_framework(framework: Framework) -> None:
     xp = framework.xp
     drawn = framework.array(xp.secret_uniform(20_000))
     assert drawn.dtype == np.float32 and 0 <= drawn.min() and drawn.max() < 1
-    assert abs(drawn.mean() - 0.5) < 5 / math.sqrt(12 * 20_000)
+    assert abs(drawn.mean() - 0.5) < 6 / math.sqrt(12 * 20_000)
     noise = framework.array(xp.secret_normal(20_000, 3.0, "int8"))
     assert noise.dtype == np.int8 and abs(noise.std() / math.sqrt(9 + 1 / 12) - 1) < 0.03
     assert not np.array_equal(noise, framework.array(xp.secret_normal(20_000, 3.0, "int8")))
