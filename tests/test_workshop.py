@@ -184,9 +184,10 @@ SOURCE = '''def f(x: int = 3) -> int | None:
 
 def test_mutants_change_one_place_each(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(SOURCE)
-    found = mutants.mutants_of("a.py", {3, 4, 5}, tmp_path)
+    found = mutants.mutants_of("a.py", tmp_path)
     changes = {(m.line, m.was, m.text) for m in found}
     assert changes == {
+        (1, "3", "4"),
         (3, "x < 2 and not x", "(x < 2 or not x)"),
         (3, "x < 2", "(x <= 2)"),
         (3, "2", "3"),
@@ -200,6 +201,25 @@ def test_mutants_change_one_place_each(tmp_path: Path) -> None:
         mutant.apply(tmp_path)
         line = SOURCE.splitlines()[mutant.line - 1].replace(mutant.was, mutant.text, 1)
         assert (tmp_path / "a.py").read_text().splitlines()[mutant.line - 1] == line
+
+
+def test_probes_tell_which_test_comes_to_a_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.py").write_text(SOURCE)
+    places = dict(enumerate(mutants.mutants_of("a.py", tmp_path)))
+    (tmp_path / "a.py").write_bytes(mutants.probed((tmp_path / "a.py").read_bytes(), places))
+    (tmp_path / "mutants_probe.py").write_text(mutants.PROBE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    f = importlib.import_module("a").f
+    for name, argument, result in (("one", 5, "6"), ("two", 0, "1"), ("one", 6, "7")):
+        monkeypatch.setenv("PYTEST_CURRENT_TEST", f"{name} (call)")
+        assert f(argument) == result
+    hits = [line.split("\t") for line in (tmp_path / "hits").read_text().splitlines()]
+    assert len(hits) == len(set(map(tuple, hits)))
+    of = {name: {places[int(n)].was for n, test in hits if test == name} for name in ("one", "two")}
+    assert of["one"] == {"x < 2 and not x", "x < 2", "2"}
+    assert of["two"] == {place.was for place in places.values()} - {"3"}
 
 
 def test_a_mutant_is_killed_by_the_first_test_that_fails(
@@ -218,7 +238,7 @@ def test_a_mutant_is_killed_by_the_first_test_that_fails(
     )
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
     monkeypatch.setattr(mutants, "COPIED", ("accordion_hvd", "benchmarks", "tests"))
-    (mutant,) = mutants.mutants_of("accordion_hvd/__init__.py", {1}, tmp_path)
+    (mutant,) = mutants.mutants_of("accordion_hvd/__init__.py", tmp_path)
 
     def tried(*tests: str) -> dict[str, Any]:
         names = [f"tests/test_it.py::{test}" for test in tests]

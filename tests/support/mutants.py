@@ -1,13 +1,13 @@
 """Measure which small faults of the package the tests notice.
 
-    python tests/support/mutants.py cover              which test runs which line (an hour)
-    python tests/support/mutants.py run [--count 200]  try mutants (hours; what is tried is kept)
+    python tests/support/mutants.py cover [--count 200]  which test runs which place (an hour)
+    python tests/support/mutants.py run [--count 200]    try mutants (hours; what is tried is kept)
     python tests/support/mutants.py report
 
-A mutant is the package with one small change on a line that tests run: another comparison, number
-or operator, a negated condition, a call left out. It is killed if a test fails. The tests that run
-the line are tried in the order of their duration: first those of `make test`, then those that only
-`make test-all` has, of each at most as many as take `SECONDS`. Draws are by a fixed seed.
+A mutant is the package with one small change at a place that tests run: another comparison, number
+or operator, a negated condition, a call left out. It is killed if a test fails. The tests that come
+to the place are tried in the order of their duration: first those of `make test`, then those that
+only `make test-all` has, of each at most as many as take `SECONDS`. Draws are by a fixed seed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from benchmarks import processes  # noqa: E402
 
 RUNS = ROOT / "runs" / "mutants"
 SEED = 2021
-FIRST = 40  # tests that are tried before all others that run the line
+FIRST = 40  # tests that are tried before all others that come to the place
 SECONDS = 120.0  # of the tests that are tried of each command
 LIMIT = 1200  # seconds after which tests are ended that should have taken fewer than `SECONDS`
 COPIED = ("accordion_hvd", "benchmarks", "configs", "docs", "examples", "scripts", "tests")
@@ -108,15 +108,15 @@ def changed(node: ast.AST) -> ast.AST | None:
     return copy
 
 
-def mutants_of(file: str, lines: set[int], root: Path = ROOT) -> list[Mutant]:
-    """Return all mutants of a file that change one of these lines."""
+def mutants_of(file: str, root: Path = ROOT) -> list[Mutant]:
+    """Return all mutants of a file."""
     content = (root / file).read_bytes()
     starts = [0]
     for line in content.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     found = []
     for node in _outside_annotations(ast.parse(content)):
-        if getattr(node, "lineno", None) in lines and (new := changed(node)) is not None:
+        if (new := changed(node)) is not None:
             place: Any = node
             begin = starts[place.lineno - 1] + place.col_offset
             end = starts[place.end_lineno - 1] + place.end_col_offset
@@ -138,53 +138,75 @@ def _outside_annotations(node: ast.AST) -> Iterator[ast.AST]:
                 yield from _outside_annotations(child)
 
 
-# --- which test runs which line ---------------------------------------------------------
+# --- which test runs which place --------------------------------------------------------
 
-CONFIGURATION = """
-[run]
-source = accordion_hvd
-parallel = True
-data_file = {folder}/data
-context = ${{MUTANTS_CONTEXT-}}
-disable_warnings = no-data-collected
-"""
+PROBE = '''"""Writes which test comes to a place first; True, so that `hit(3) and (x)` is x."""
+from os import O_APPEND, O_CREAT, O_WRONLY, close, environ, open, path, write
+
+FILE = path.join(path.dirname(__file__), "hits")
+seen = set()
 
 
-def cover() -> None:
-    """Run all tests, and store which of them run which line, and how long each takes."""
+def hit(number):
+    test = environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    if (number, test) not in seen:
+        seen.add((number, test))
+        file = open(FILE, O_WRONLY | O_APPEND | O_CREAT)
+        write(file, f"{number}\\t{test}\\n".encode())
+        close(file)
+    return True
+'''
+
+
+def probed(content: bytes, places: Mapping[int, Mutant]) -> bytes:
+    """Return a file's content that tells, by their numbers, which of these places run."""
+    edits = []  # (offset, order at that offset, text): what ends there first, and the inner before
+    for number, place in places.items():
+        size = place.end - place.begin
+        opening = f'(__import__("mutants_probe").hit({number}) and ('
+        edits += [(place.begin, 1, -size, opening), (place.end, 0, size, "))")]
+    parts, last = [], 0
+    for offset, _, _, text in sorted(edits):
+        parts += [content[last:offset], text.encode()]
+        last = offset
+    return b"".join([*parts, content[last:]])
+
+
+def cover(count: int) -> None:
+    """Draw mutants; run all tests; store which test comes to which, and how long each takes."""
     shutil.rmtree(RUNS, ignore_errors=True)
     RUNS.mkdir(parents=True)
-    settings = RUNS / "coveragerc"
-    settings.write_text(CONFIGURATION.format(folder=RUNS))
-    words = ["-m", "pytest", "-q", "-p", "mutants", "tests", "-m", "not quiet", "-n", "3"]
-    words += ["--no-loadscope-reorder", "--timeout", "900"]
-    subprocess.run([sys.executable, *words], cwd=ROOT, check=False, env=_environment(
-        COVERAGE_PROCESS_START=str(settings), MUTANTS_TIMES=str(RUNS / "times.jsonl"),
-        ALL_TESTS="1",
-    ))  # fmt: skip
-    combine = ["-m", "coverage", "combine", "-q", "--rcfile", str(settings)]
-    subprocess.run([sys.executable, *combine], cwd=ROOT, check=True)
+    files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("accordion_hvd/**/*.py"))
+    known = [mutant for file in files for mutant in mutants_of(file)]
+    drawn = random.Random(SEED).sample(known, min(2 * count, len(known)))  # no test runs some
+    with tempfile.TemporaryDirectory(prefix="mutants") as folder:
+        tree = Path(folder)
+        copy_to(tree)
+        (tree / "mutants_probe.py").write_text(PROBE)
+        for file in {mutant.file for mutant in drawn}:
+            places = {n: mutant for n, mutant in enumerate(drawn) if mutant.file == file}
+            (tree / file).write_bytes(probed((tree / file).read_bytes(), places))
+        words = ["-m", "pytest", "-q", "-p", "mutants", "tests", "-m", "not quiet", "-n", "2"]
+        words += ["--no-loadscope-reorder", "--timeout", "900"]
+        environment = _environment(tree) | {
+            "MUTANTS_TIMES": str(RUNS / "times.jsonl"), "ALL_TESTS": "1"
+        }  # fmt: skip
+        subprocess.run([sys.executable, *words], cwd=tree, check=False, env=environment)
+        tests: dict[int, set[str]] = defaultdict(set)
+        for line in (tree / "hits").read_text().splitlines():
+            number, _, test = line.partition("\t")
+            if test:  # otherwise it ran at an import, before all tests
+                tests[int(number)].add(test)
+    rows = [{**asdict(m), "tests": sorted(tests[n])} for n, m in enumerate(drawn) if tests[n]]
+    (RUNS / "drawn.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _environment(**more: str) -> dict[str, str]:
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **more}
+def _environment(tree: Path) -> dict[str, str]:
+    paths = [str(tree), str(tree / "tests" / "support")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def _tests_by_line() -> dict[str, dict[int, list[str]]]:
-    """Return file -> line -> the groups or tests that run it."""
-    from coverage import CoverageData
-
-    data = CoverageData(str(RUNS / "data"))
-    data.read()
-    return {
-        str(Path(file).relative_to(ROOT)): data.contexts_by_lineno(file)
-        for file in data.measured_files()
-        if Path(file).is_relative_to(ROOT)  # not of copies that tests have made
-    }
-
-
-# --- as a plugin of pytest: contexts, times, and the selection of tests -------------------
+# --- as a plugin of pytest: times, and the selection of tests ----------------------------
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -197,12 +219,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    from coverage import Coverage
-
-    measured, began = Coverage.current(), time.monotonic()
-    if measured:
-        measured.switch_context(item.nodeid)
-        os.environ["MUTANTS_CONTEXT"] = item.nodeid  # of the processes that it starts
+    began = time.monotonic()
     yield
     if "MUTANTS_TIMES" in os.environ:
         row = {
@@ -218,15 +235,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def draw(count: int) -> list[tuple[Mutant, list[str]]]:
-    """Return mutants with the tests that run their lines."""
-    by_line = _tests_by_line()
-    known = [
-        mutant
-        for file in sorted(by_line)
-        for mutant in mutants_of(file, {n for n, tests in by_line[file].items() if any(tests)})
-    ]
-    chosen = random.Random(SEED).sample(known, min(count, len(known)))
-    return [(mutant, by_line[mutant.file][mutant.line]) for mutant in chosen]
+    """Return mutants with the tests that come to them."""
+    rows = map(json.loads, (RUNS / "drawn.jsonl").read_text().splitlines())
+    return [(Mutant(**row), tests) for row in rows for tests in [row.pop("tests")]][:count]
 
 
 def _read_times() -> tuple[dict[str, str], dict[str, float], set[str]]:
@@ -291,8 +302,7 @@ def _first_failure(tree: Path, tests: Sequence[str], stage: str) -> str | None:
     wanted.write_text(json.dumps(list(tests)))
     files = sorted({test.partition("::")[0] for test in tests})
     words = ["-m", "pytest", "-q", "-x", "-p", "mutants", "--timeout", "120", "--no-header"]
-    environment = _environment(MUTANTS_TESTS=str(wanted), PYTHONDONTWRITEBYTECODE="1")
-    environment["PYTHONPATH"] = f"{tree}{os.pathsep}{tree / 'tests' / 'support'}"
+    environment = _environment(tree) | {"MUTANTS_TESTS": str(wanted)}
     environment |= {"ALL_TESTS": "1"} if stage == "all" else {}
     process = subprocess.Popen(
         [sys.executable, *words, *files], cwd=tree, env=environment,
@@ -368,8 +378,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.action == "run":
         run(arguments.count, arguments.jobs)
+    elif arguments.action == "cover":
+        cover(arguments.count)
     else:
-        {"cover": cover, "report": report}[arguments.action]()
+        report()
 
 
 if __name__ == "__main__":
