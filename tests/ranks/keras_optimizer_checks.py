@@ -168,7 +168,8 @@ def check_default_arguments_train() -> None:
 def check_what_is_excluded_from_decay() -> None:
     """Rules that apply decay themselves leave an excluded variable without decay."""
     start = np.random.default_rng(0).normal(size=(40, 30)).astype(np.float32)
-    for name in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam"):
+    names = ("OnebitLamb", "OnebitAdam", "ZeroOneAdam")
+    for name in some(names, names[:1]):
         ends = {}
         for decay in (0.0, 0.5):
             kernel, spared = tf.Variable(start, name="kernel"), tf.Variable(start, name="spared")
