@@ -31,7 +31,7 @@ OPTBENCH = runs/optbench
 GRAPH = runs/graph
 
 .PHONY: help setup demo test test-all test-times coverage fuzz check docs bench bench-network bench-excess bench-plan bench-accuracy bench-goodput \
-	bench-optimizers bench-kernels bench-compressors bench-graph bench-averaging results faults storm doctor clean
+	bench-optimizers bench-kernels bench-compressors bench-graph bench-averaging bench-transformers results faults storm doctor clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -139,6 +139,9 @@ bench-averaging: setup ## averaging of models when ranks are late, for docs/aver
 
 results: setup ## Accordion and its competitors, for docs/results.md (a night; what is trained is kept)
 	@$(IN_VENV) $(RUN) scripts/results.py
+
+bench-transformers: setup ## Transformers with AdamW, for docs/transformers.md (days; what is trained is kept)
+	@$(IN_VENV) $(RUN) scripts/transformers.py
 
 faults: setup ## what ranks do when one of them fails, for docs/reliability.md (65 minutes)
 	@$(IN_VENV) $(RUN) scripts/faults.py
