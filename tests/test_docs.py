@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import importlib
 import os
 import re
@@ -121,6 +122,14 @@ def test_versions() -> None:
             assert requirement in declared.replace(" ", ""), requirement
         for requirement in re.findall(r"`([\w-]+[<>=][^`]*)`", row[3]):
             assert requirement in tested, requirement
+
+
+def test_the_guide_has_all_extras() -> None:
+    declared = configparser.ConfigParser()
+    declared.read(ROOT / "setup.cfg")
+    section = (ROOT / "docs/guide.md").read_text().partition("\n## Extras\n")[2]
+    cells = [row.split("|")[1] for row in section.splitlines() if row.startswith("| `")]
+    assert set(re.findall(r"`([\w-]+)`", " ".join(cells))) == {*declared["options.extras_require"]}
 
 
 def test_papers_are_cited() -> None:

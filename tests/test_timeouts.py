@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -24,6 +25,25 @@ def test_the_default_survives_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> 
     assert WAGMA().timeout is None
     monkeypatch.setenv(timeouts.VARIABLE, "7.5")
     assert timeouts.seconds() == 7.5 and timeouts.interval() == 1.5
+
+
+@pytest.mark.parametrize(
+    ("entry", "since", "told"),
+    [
+        ("27 3 'x'", 0, "rank 1 has not joined collective 28: its last one is 27, 'x'"),
+        ("0 3", 0, "rank 1 has not joined collective 28: it joined none"),
+        ("0 0", 9, "rank 1 does not answer"),
+        ("28 3 'y'", 0, "which rank is late is not known"),
+    ],
+)
+def test_a_late_rank_is_told_in_a_sentence(entry: str, since: float, told: str) -> None:
+    pytest.importorskip("torch")
+    from accordion_hvd.comm.torch_distributed.watch import Watch
+
+    watch = Watch()
+    watch.count, watch._interval = 28, 1.0
+    watch._seen = {1: (entry, time.monotonic() - since)}
+    assert (", ".join(watch._late()) or "which rank is late is not known") == told
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon", "0.5", "1e9", "5 s"])
@@ -97,8 +117,8 @@ def test_collectives_in_another_order_end() -> None:
     assert {row["rank"] for row in told} >= {0, 2}
     for row in told:
         assert row["seconds"] < TIMEOUT + 10
-        assert "rank 1 has come to operation" in row["error"]
-        assert "the last was 'accordion." in row["error"]
+        assert "rank 1 has not joined collective" in row["error"]
+        assert re.search(r"its last one is \d+, 'accordion\.", row["error"])
 
 
 @pytest.mark.launch

@@ -69,7 +69,7 @@ class FP16(AllElements):
 
     fp16 has 11 significant bits and overflows to infinity beyond 65504; where the engine adds in
     fp16, sums overflow as well. An infinity reaches every rank, so loss scalers on all ranks skip
-    the same step. Use `BF16` for gradients that overflow.
+    the same step. Values below 3e-8 become 0. Use `BF16` if either happens.
     """
 
     fp16_reduction: ClassVar[bool] = True

@@ -4,8 +4,8 @@ A checkpoint has one file per rank (NumPy arrays, no pickles) and a manifest, wr
 at all (`checkpoint_files`). A state is restored in two parts: all ranks read and check all of it,
 and only then does any of them change something (`Restore`). Residuals are saved as they are stored,
 in fp32 or as words of bfloat16 (int16), and converted if the exchange that continues stores them
-otherwise. On another number of ranks, the sum of the residuals over the ranks stays the same: each
-new rank gets an equal part. For compressed optimizers, the update rule defines the conversion
+otherwise. On another number of ranks, each new rank gets the mean of the saved residuals, which is
+what the weights are owed. For compressed optimizers, the update rule defines the conversion
 (`Compressor.rescale`). On another number of ranks or other hosts, sharded residuals (`TwoLevel`)
 are carried as residuals of full tensors.
 """

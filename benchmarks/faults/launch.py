@@ -19,7 +19,7 @@ from benchmarks.faults.cases import GLOO, PAUSE, TIMEOUT, TORCH, Case
 
 ROOT = Path(__file__).resolve().parents[2]
 _BIN = Path(sys.executable).parent  # of a virtual environment, whose python is a link
-_STARTS = 90.0  # seconds in which the ranks of a launch must have met the fault, or ended
+_STARTS = 300.0  # seconds in which the ranks of a launch must have met the fault, or ended
 _GRACE = 15.0  # seconds beyond a case's limit after which a launch counts as hung
 _POLL = 0.05
 

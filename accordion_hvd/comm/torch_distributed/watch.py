@@ -100,8 +100,8 @@ class Watch:
             if now - since > 2.5 * self._interval:
                 late.append(f"rank {rank} does not answer")
             elif int(words[0]) < self.count:
-                name = f", the last was {words[2]}" if len(words) > 2 else ""
-                late.append(f"rank {rank} has come to operation {words[0]} of {self.count}{name}")
+                last = f"its last one is {words[0]}, {words[2]}" if words[2:] else "it joined none"
+                late.append(f"rank {rank} has not joined collective {self.count}: {last}")
         return late
 
     def _find_ended(self) -> list[str]:
