@@ -10,8 +10,12 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from string import Template
+from typing import TypeAlias
 
 from examples.results import Row
+
+Table: TypeAlias = list[dict[str, str]]
+"""The cells of each row of a table, by their heads."""
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 END = "<!-- end of what was measured -->"
@@ -42,6 +46,25 @@ def write_page(path: Path, text: str) -> None:
     mark, notes = path.read_text().partition(END)[1:] if path.is_file() else ("", "")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{text}\n\n{mark}{notes}" if mark else f"{text}\n")
+
+
+def read_tables(page: Path) -> dict[tuple[str, ...], Table]:
+    """Return the rows of a page's tables, by the headings above them from the first level on."""
+    found: dict[tuple[str, ...], Table] = {}
+    path: tuple[str, ...] = ()
+    head: list[str] = []
+    for line in page.read_text().splitlines():
+        if match := re.match(r"(#+) (.*)", line):
+            path = (*path[: len(match[1]) - 1], match[2])
+        if not line.startswith("|"):
+            head = []
+            continue
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if not head:
+            head = cells
+        elif not re.fullmatch(r"[-:|]+", line):
+            found.setdefault(path, []).append(dict(zip(head, cells, strict=False)))
+    return found
 
 
 # ------------------------------------------------------------------------------------------ numbers

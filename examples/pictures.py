@@ -19,20 +19,21 @@ def figure(
         size: width and height in inches.
         rows: number of rows of axes.
         columns: number of columns of axes.
-        options: further options of `pyplot.subplots`, and `dpi` (110 by default).
+        options: further options of `pyplot.subplots`, and `dpi` (110 by default) and `metadata`
+            of the file.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    dpi = options.pop("dpi", 110)
+    of_file = {"dpi": options.pop("dpi", 110), "metadata": options.pop("metadata", None)}
     drawing, axes = plt.subplots(
         rows, columns, figsize=size, squeeze=False, layout="constrained", **options
     )
     try:
         yield drawing, axes
         path.parent.mkdir(parents=True, exist_ok=True)
-        drawing.savefig(path, dpi=dpi)
+        drawing.savefig(path, **of_file)
     finally:
         plt.close(drawing)

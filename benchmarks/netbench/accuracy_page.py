@@ -1,41 +1,21 @@
-"""Results of `netbench.py accuracy`: tables, docs/accuracy.md and docs/accuracy.png."""
+"""Results of `netbench.py accuracy`: tables, and the text of docs/accuracy.md."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import pandas as pd
 
 from benchmarks import report
-from benchmarks.netbench.accuracy_tasks import ADAPTIVE, GATED, GOODPUT, HOOK, INTERVAL
-from benchmarks.netbench.contestants import DDP, OURS, STOCK
+from benchmarks.netbench.accuracy_tasks import HOOK, INTERVAL
+from benchmarks.netbench.contestants import DDP, STOCK
 from benchmarks.netbench.links import describe
 from benchmarks.report import digits, spread
-from examples.pictures import figure
 from examples.results import Row
 from examples.tables import as_markdown, as_text
-
-STYLES = {
-    STOCK: ("#000000", "-"),
-    f"{STOCK} fp16": ("#7f7f7f", "-"),
-    DDP: ("#000000", "--"),
-    f"{DDP} powersgd:4": ("#E69F00", "-"),
-    f"{DDP} powersgd:1": ("#E69F00", "--"),
-    f"{OURS}none": ("#000000", "-"),
-    f"{OURS}fp16": ("#56B4E9", "-"),
-    f"{OURS}powersgd:4": ("#009E73", "-"),
-    f"{OURS}powersgd:1": ("#009E73", "--"),
-    f"{OURS}topk:0.01": ("#CC79A7", "-"),
-    ADAPTIVE: ("#0072B2", "-"),
-    GATED: ("#D55E00", "--"),
-    GOODPUT: ("#D55E00", "-"),
-}
-"""Colour and line of each method, distinguishable by colour-blind readers (Okabe & Ito)."""
-
 
 Place: TypeAlias = tuple[str, str]
 """Task and rate."""
@@ -149,71 +129,7 @@ def title(found: Row, place: Place) -> str:
     return f"{task['title']} to {task['target']:.0%}, {describe(place[1], found['settings'])}"
 
 
-def typical(found: Row, place: Place, method: str) -> Row | None:
-    """Return the training of the median seed, by seconds to the target, then by accuracy."""
-    target = found["tasks"][place[0]]["target"]
-    mine = sorted(
-        runs(found, place, method),
-        key=lambda run: (to_target(run, target)[0], -run["accuracy"][-1]),
-    )
-    return mine[(len(mine) - 1) // 2] if mine else None
-
-
-# -------------------------------------------------------------------------------------- the picture
-def draw(found: Row, path: Path) -> None:
-    """Draw test accuracy over training seconds of the median seed, a panel per task and rate."""
-    panels = places(found)
-    columns = min(len(panels), 4)
-    rows = -(-len(panels) // columns)
-    size = 1 + 5.2 * columns, 0.6 + 5 * rows
-    with figure(path, size, rows=rows, columns=columns) as (canvas, axes):
-        for axis in axes.flat[len(panels) :]:
-            axis.set_axis_off()
-        for axis, place in zip(axes.flat, panels, strict=False):
-            _panel(axis, found, place)
-        handles, labels = axes[0][0].get_legend_handles_labels()
-        columns = min(len(labels), 2 + columns)
-        canvas.legend(handles, labels, loc="outside lower center", ncols=columns)
-
-
-def _panel(axis: Any, found: Row, place: Place) -> None:
-    """Draw a line for each method, with a mark at its end."""
-    target = found["tasks"][place[0]]["target"]
-    for number, method in enumerate(found["settings"]["methods"]):
-        colour, line = STYLES.get(method, (f"C{number % 10}", ":"))
-        run = typical(found, place, method)
-        if run is None:
-            continue
-        percent = [100 * accuracy for accuracy in run["accuracy"]]
-        axis.plot(run["seconds"], percent, line, color=colour, lw=1.5, label=method)
-        reached = percent[-1] >= 100 * target
-        axis.plot(run["seconds"][-1], percent[-1], "o" if reached else "x", color=colour, ms=7)
-    axis.axhline(100 * target, color="black", lw=0.8, ls=":")
-    axis.set(xscale="log", title=title(found, place))
-    axis.set_xlabel("training seconds (logarithmic)")
-    axis.set_ylabel("test accuracy (%), seed of the median time")
-    axis.set_xticks([one * ten for ten in (0.1, 1, 10, 100, 1000) for one in (1, 2, 5)])
-    axis.xaxis.set_major_formatter("{x:g}")
-    axis.minorticks_off()
-    seconds = [run["seconds"] for run in found["runs"] if (run["task"], run["rate"]) == place]
-    axis.set_xlim(0.8 * min(map(min, seconds)), 1.3 * max(map(max, seconds)))
-    axis.grid(alpha=0.3)
-
-
 # ----------------------------------------------------------------------------------------- the page
-def write(found: Row, folder: Path) -> list[Path]:
-    """Write accuracy.md and accuracy.png; return their paths."""
-    return write_both(found, folder, "accuracy", text(found))
-
-
-def write_both(found: Row, folder: Path, name: str, content: str) -> list[Path]:
-    """Write a page with some content and its picture; return their paths."""
-    page, picture = folder / f"{name}.md", folder / f"{name}.png"
-    report.write_page(page, content)
-    draw(found, picture)
-    return [page, picture]
-
-
 def text(found: Row) -> str:
     """Return the text of the page."""
     return report.render(

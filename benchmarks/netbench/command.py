@@ -45,7 +45,7 @@ class Run(Rig):
 
 @dataclass(kw_only=True)
 class Report:
-    """Write a page and a picture of results.
+    """Write a page of results, and draw the pictures of all pages in its folder.
 
     Args:
         files: results of bench, one file per framework, or of accuracy.
@@ -56,7 +56,21 @@ class Report:
     output: Path = Path("docs")
 
 
-ACTIONS = {"run": Run, "bench": bench.Options, "accuracy": accuracy.Options, "report": Report}
+@dataclass(kw_only=True)
+class Pictures:
+    """Draw the pictures of pages anew, from the tables that the pages have.
+
+    Args:
+        output: folder of the pages.
+    """
+
+    output: Path = Path("docs")
+
+
+ACTIONS = {
+    "run": Run, "bench": bench.Options, "accuracy": accuracy.Options, "report": Report,
+    "pictures": Pictures,
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -72,8 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _act(options: Any, arguments: Sequence[str]) -> int:
     """Run an action, in a sandbox if it needs links; return its exit status."""
-    if isinstance(options, Report):
-        return report(options)
+    if isinstance(options, Report | Pictures):
+        if isinstance(options, Report):
+            report(options)
+        print("pictures:", *picture.write(options.output))
+        return 0
     if isinstance(options, accuracy.Options):
         accuracy.fetch(options)
     if not sandbox.inside():
@@ -82,8 +99,8 @@ def _act(options: Any, arguments: Sequence[str]) -> int:
     return sandbox.run(lambda folder, tag: work(options, folder, tag))
 
 
-def report(options: Report) -> int:
-    """Write the page and the picture of `netbench.py report`."""
+def report(options: Report) -> None:
+    """Write the page of `netbench.py report`."""
     try:
         found = [results.read_json(path) for path in options.files]
     except (OSError, ValueError) as error:
@@ -92,15 +109,10 @@ def report(options: Report) -> int:
     if trained and len(found) > 1:
         raise sandbox.Refusal("results of accuracy make a page of their own; name one file.")
     if trained:
-        kind = accuracy.PAGES[trained[0]["settings"].get("page", "accuracy")]
-        print("page: {}   picture: {}".format(*kind.write(trained[0], options.output)))
-        return 0
-    options.output.mkdir(parents=True, exist_ok=True)
-    drawn, written = options.output / "performance.png", options.output / "performance.md"
-    picture.draw(found, drawn)
-    write_page(written, page.text(found))
-    print(f"page: {written}   picture: {drawn}")
-    return 0
+        name = trained[0]["settings"].get("page", "accuracy")
+        write_page(options.output / f"{name}.md", accuracy.PAGES[name].text(trained[0]))
+    else:
+        write_page(options.output / "performance.md", page.text(found))
 
 
 def run(options: Run, folder: Path, tag: str) -> int:

@@ -1,8 +1,6 @@
-"""Results of `netbench.py accuracy --page goodput`: docs/goodput.md and docs/goodput.png."""
+"""Results of `netbench.py accuracy --page goodput`: tables, and the text of docs/goodput.md."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pandas as pd
 
@@ -93,11 +91,6 @@ def summary(found: Row) -> str:
 def all_as_text(found: Row) -> str:
     """Return all tables for a terminal."""
     return accuracy_page.tables_as_text(found, table)
-
-
-def write(found: Row, folder: Path) -> list[Path]:
-    """Write goodput.md and goodput.png; return their paths."""
-    return accuracy_page.write_both(found, folder, "goodput", text(found))
 
 
 def text(found: Row) -> str:

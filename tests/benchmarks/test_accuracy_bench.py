@@ -107,14 +107,6 @@ def test_table() -> None:
     assert slow[1:4] == ["1 of 2", "not in 30 steps, best 98.0%", "4.00"]
 
 
-def test_the_median_seed_is_shown() -> None:
-    found = made()
-    assert [
-        accuracy_page.typical(found, PLACE, method)["seed"] for method in ("Horovod", SLOW)
-    ] == [1, 1]  # type: ignore[index]
-    assert accuracy_page.typical(found, PLACE, "DDP") is None
-
-
 def test_report_needs_only_the_results(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "accuracy.json"

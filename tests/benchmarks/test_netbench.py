@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from rigs import marked, rig, start
 
-from benchmarks.netbench import command, contestants, group, links, page, sandbox, tables
+from benchmarks.netbench import command, contestants, group, links, page, picture, sandbox, tables
 from benchmarks.netbench.contestants import (
     ACCORDION,
     COMPILED,
@@ -209,6 +209,18 @@ def test_report_needs_only_the_results(tmp_path: Path) -> None:
         assert words in text
     assert all(f"| {method} |" in text for methods in METHODS.values() for method in methods)
     assert (tmp_path / "docs" / "performance.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("name", picture.PICTURES)
+def test_pictures_are_those_of_the_pages(name: str) -> None:
+    """`netbench.py pictures` draws pictures whose description is the digest of what they show."""
+    image = pytest.importorskip("PIL.Image")
+    page, panels, _ = picture.PICTURES[name]
+    rows = panels(ROOT / "docs" / page)
+    assert image.open(ROOT / "docs" / name).text["Description"] == picture.digest(rows)
+    shown = [panel for row in rows for panel in row]
+    assert all(len(panel.bars) == 5 for panel in shown)
+    assert all(bar.least <= bar.value <= bar.most for panel in shown for bar in panel.bars)
 
 
 @pytest.mark.parametrize(
