@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import configparser
+import csv
+import functools
 import importlib
 import os
 import re
@@ -22,6 +24,7 @@ from accordion_hvd import TopK, averaging, compressors, optimizers, parse, simul
 from accordion_hvd.core.base import Compressor
 from accordion_hvd.policies import Policy
 from accordion_hvd.tools.command import main
+from benchmarks.report import read_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -74,26 +77,6 @@ def numbers(text: str) -> set[str]:
     return {number.replace(",", "") for number in NUMBER.findall(text)}
 
 
-def claims(page: str) -> list[Any]:
-    """Return the pieces of table cells that precede a link to a page, each with that page."""
-    rows = [x for x in (ROOT / page).read_text().splitlines() if x.startswith("|")]
-    found = []
-    for cell in (cell for row in rows for cell in row.split("|")):
-        start = 0
-        for link in LINK.finditer(cell):
-            target = ((ROOT / page).parent / link[1]).resolve()
-            found.append(pytest.param(cell[start : link.start()], target, id=link[1]))
-            start = link.end()
-    return found
-
-
-@pytest.mark.parametrize("claim, page", claims("docs/choosing.md"))
-def test_figures_are_on_the_page_that_a_cell_links(claim: str, page: Path) -> None:
-    text = re.sub(r"[|`*()]", " ", page.read_text())
-    known = {number.replace(",", "") for number in re.findall(r"\d+(?:[.,]\d+)*", text)}
-    assert numbers(claim) <= known, f"{sorted(numbers(claim) - known)}: {claim}"
-
-
 @pytest.mark.parametrize("page, start", [("index", "Four hosts"), ("comparison", "- **Measured")])
 def test_figures_of_step_times_are_measured(page: str, start: str) -> None:
     text = "".join((ROOT / f"docs/{name}.md").read_text() for name in ("performance", "accuracy"))
@@ -106,9 +89,63 @@ def test_figures_of_step_times_are_measured(page: str, start: str) -> None:
         assert numbers(claim) <= known, f"{sorted(numbers(claim) - known)}: {claim}"
 
 
-def test_cells_have_figures() -> None:
-    counts = [len(numbers(claim.values[0])) for claim in claims("docs/choosing.md")]
-    assert len(counts) > 40 and sum(map(bool, counts)) > 30
+# ------------------------------------------------- figures of the README and of docs/choosing.md
+FIGURE = re.compile(r"(?<![\w.,:])\d+(?:,\d{3})*(?:\.\d+)?(?!\w|[.:]\d)")
+WITH_SOURCES = ("README.md", "docs/choosing.md")
+with open(ROOT / "tests/figures.csv", newline="") as file:
+    FIGURES = list(csv.DictReader(file))
+"""The figures of both pages in their order, each with its source: a page in `docs`, and there the
+headings, the first cells and the column of a table, or a sentence (`text`). `A / B` in place of a
+row is the quotient of two cells, rounded to `digits` decimals. Settings have no source."""
+
+
+@pytest.mark.parametrize("page", WITH_SOURCES)
+def test_every_figure_has_a_row(page: str) -> None:
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    for other in (r"`[^`]*`", r"(?<=\])\([^)]*\)", r"^\d+\. "):  # code, links, numbers of lists
+        text = re.sub(other, " ", text, flags=re.MULTILINE)
+    assert FIGURE.findall(text) == [row["figure"] for row in FIGURES if row["page"] == page]
+
+
+def test_figures_are_those_of_their_sources() -> None:
+    measured = [row for row in FIGURES if row["source"]]
+    assert len(measured) > 250 and all(r["section"] for r in FIGURES)
+    wrong = [row for row in measured if row["figure"] not in figures_at(**row)]
+    assert not wrong, wrong
+
+
+def figures_at(source: str, section: str, row: str, column: str, digits: str, **_: str) -> set[str]:
+    """Return the figures that a source has: the first of a cell, or all of a sentence."""
+    page = ROOT / "docs" / source
+    if section == "text":
+        there = " ".join(row.split()) in " ".join(page.read_text().split())
+        return set(FIGURE.findall(row)) if there else set()
+    cells = [cell(source, section, name, column) for name in row.split(" / ")]
+    found = [re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?", text)[0] for text in cells]
+    if not digits:
+        return set(found)
+    values = [float(number.replace(",", "")) for number in found]
+    return {f"{values[0] / (values[1] if values[1:] else 1):.{digits}f}"}
+
+
+def cell(source: str, section: str, row: str, column: str) -> str:
+    """Return the first cell that has these headings, first cells of its row, and this column."""
+    headings, first = section.split(" / "), row.split(" ; ")
+    for path, table in tables_of(source).items():
+        for line in table if list(path[-len(headings) :]) == headings else []:
+            if list(line.values())[: len(first)] == first and column in line:
+                return line[column]
+    raise AssertionError(f"{source} has no cell {section!r}, {row!r}, {column!r}")
+
+
+@functools.cache
+def tables_of(source: str) -> Any:
+    return read_tables(ROOT / "docs" / source)
+
+
+def test_the_readme_claims_no_more_of_gpus_than_their_page() -> None:
+    texts = [" ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/gpu.md")]
+    assert len({"this version has not run on one" in text.lower() for text in texts}) == 1
 
 
 def test_versions() -> None:

@@ -23,6 +23,7 @@ from accordion_hvd import (
     Dense,
     Displacement,
     Fixed,
+    Gate,
     Int8,
     LocalSGD,
     PowerSGD,
@@ -386,6 +387,17 @@ def check_several_losses_in_a_step() -> None:
         model.module.weights["w"].detach(), wanted / dist.get_world_size(), rtol=1e-4, atol=1e-5
     )
     assert state.exchange.steps == 48
+
+
+def check_a_gate_tries_and_chooses() -> None:
+    gate = Gate(steps=2, every=20)
+    model, state = wrapped(network(), Fixed(PowerSGD(2), gate=gate))
+    seen: set[str] = set()
+    train(model, 70, after=lambda: seen.update(state.exchange.levels().values()))
+    assert_same(model)
+    assert {"PowerSGD(rank=2)", "FP16()"} <= seen, seen
+    verdicts = hvd.allgather_object(gate.verdict)
+    assert " a step" in verdicts[0] and len({*verdicts}) == 1, verdicts
 
 
 def check_compiled_models() -> None:
