@@ -43,7 +43,8 @@ FEW = 16
 """Ranks up to which an exchange generator runs to its end."""
 
 LARGE = 16 << 20
-"""Bytes of answers up to which an exchange generator of more ranks receives them."""
+"""Bytes by which answers may exceed the rank's own tensors, if a generator of more ranks is to
+receive them. Those of an alltoall or an allreduce do not exceed them on any number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -170,14 +171,13 @@ def record(
 
     The generator runs to its last requests. To find out which these are, it runs to its end on few
     ranks first: the answers of thousands of ranks can be large, and so can their decoding. If the
-    answers to earlier requests are larger than `LARGE`, the later requests are those on few ranks.
+    answers to earlier requests exceed `LARGE`, the later requests are those on few ranks.
 
     Args:
         make: returns the generator of rank 0, given the number of ranks and the hosts.
 
     Raises:
-        ValueError: if answers are larger than `LARGE` and the later requests depend on the number
-            of ranks.
+        ValueError: if answers exceed `LARGE` and the later requests depend on the number of ranks.
     """
     local = len(hosts[0]) if hosts else 1
     few = max(2 * local, 2)
@@ -213,8 +213,8 @@ def _run(
     while not running.done:
         requests = running.requests
         rounds.append(tuple(map(_without_values, requests)))
-        received = sum(map(communicator.received, requests))
-        if number is not None and (len(rounds) == number or received > LARGE):
+        excess = sum(communicator.received(x) - size_of(x.tensor) for x in requests)
+        if number is not None and (len(rounds) == number or excess > LARGE):
             running.close()
             break
         copies = [replace(x, tensor=communicator.xp.copy(x.tensor)) for x in requests]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,12 @@ from accordion_hvd import (
     WAGMA,
     Accordion,
     AdaQS,
+    Allgather,
+    Allreduce,
+    Compressor,
     Dense,
     DiLoCo,
+    Info,
     LocalSGD,
     PowerSGD,
     TopK,
@@ -82,20 +86,40 @@ def test_bytes_are_those_of_a_real_exchange(case: Case, ranks: int, local: int) 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_large_answers_are_not_needed(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without large answers, the bytes and seconds are the same, or the job is refused.
-
-    It is refused if its later requests depend on the number of ranks.
-    """
-    kind, sizes = type(case.compressor).__name__, {"a": SHAPES["a"]}
-    link = Link(local_size=2)
+    """Without the answers of an allgather, the bytes and seconds are the same."""
+    sizes, link = {"a": SHAPES["a"]}, Link(local_size=2)
     full = simulate_job(sizes, case.compressor, 20, 1, link=link)
     monkeypatch.setattr(recording, "LARGE", 0)
-    if kind in ("TernGrad", "SignSGD", "DoubleSqueeze"):
-        with pytest.raises(ValueError, match="ranks is 20, but must be fewer"):
-            simulate_job(sizes, case.compressor, 20, 1, link=link)
-        return
     short = simulate_job(sizes, case.compressor, 20, 1, link=link)
     assert short.sent_by_rank == full.sent_by_rank and short.seconds == full.seconds
+
+
+@dataclass(frozen=True)
+class Echo(Compressor):
+    """Gather the gradient, and then one number for each rank."""
+
+    def exchange(self, grad: Any, state: Any, info: Info) -> Any:
+        (first, *_) = yield Allgather(grad)
+        yield Allreduce(np.zeros(info.size, np.float32))
+        return first, state
+
+
+def test_large_answers_on_which_requests_depend_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulate_job(SHAPES, Echo(), 20, 1)
+    monkeypatch.setattr(recording, "LARGE", 0)
+    with pytest.raises(ValueError, match="ranks is 20, but must be fewer"):
+        simulate_job(SHAPES, Echo(), 20, 1)
+
+
+@pytest.mark.parametrize("method", ["doublesqueeze:qsgd:4", "doublesqueeze:onebit", "terngrad"])
+def test_large_tensors_on_many_ranks(method: str) -> None:
+    """In parts, a thousand ranks send hardly more than 20, also where messages exceed `LARGE`."""
+    shapes, size = {"w": (5120, 7000)}, 4 * 5120 * 7000
+    few, many = (simulate_job(shapes, method, n, 1).sent_by_rank for n in (20, 1000))
+    assert size / 8 > recording.LARGE or method != "doublesqueeze:qsgd:4"
+    assert few < many < 3 * few < size
 
 
 @pytest.mark.parametrize("method", [LocalSGD(5), DiLoCo(4), WAGMA(4, 5), DPSGD("ring")], ids=repr)
