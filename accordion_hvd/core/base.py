@@ -455,12 +455,18 @@ def narrowed(compressor: Compressor, state: State, names: Sequence[str], seed: A
         seed: from `random.key`.
     """
     state = compressor.settled(state)
-    if "error" in state:
-        return {**state, "error": namespace(state["error"]).narrow(state["error"], names, seed)}
-    if compressor.residual(state) is not None:
+    if "error" not in state:
+        return state
+    return {**state, "error": namespace(state["error"]).narrow(state["error"], names, seed)}
+
+
+def check_narrow(compressor: Compressor, spec: Spec, info: Info) -> None:
+    """Raise ValueError if `narrowed` would leave the residual of a tensor in fp32."""
+    state = compressor.init(spec, info)
+    state = state if "error" in state else compressor.settled(state)
+    if "error" not in state and compressor.residual(state) is not None:
         allowed = "'float32', because its residual is not stored as 'error'"
         check.refuse(compressor, "residual_dtype", "bfloat16", allowed)
-    return state
 
 
 def widened(state: State) -> State:

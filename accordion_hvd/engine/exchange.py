@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from accordion_hvd.comm.communicator import Communicator
-from accordion_hvd.core.base import Allreduce, ExchangeGenerator, Info, State, Tensor
+from accordion_hvd.core.base import Allreduce, ExchangeGenerator, Info, State, Tensor, check_narrow
 from accordion_hvd.engine import gain
 from accordion_hvd.engine.layout import (
     Batch,
@@ -26,6 +26,7 @@ from accordion_hvd.engine.ledger import Ledger
 from accordion_hvd.engine.policy_sync import PolicySync, sync_of
 from accordion_hvd.engine.saved_state import SavedState
 from accordion_hvd.engine.step import Accounts, Step
+from accordion_hvd.ops import numpy
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.policies.base import Policy
 from accordion_hvd.policies.evidence import Evidence
@@ -127,7 +128,8 @@ class Exchange:
         Every rank must add the same tensors before the same exchange.
 
         Raises:
-            ValueError: if a compressor does not support one of the tensors (`Compressor.accept`).
+            ValueError: if a compressor does not support one of the tensors (`Compressor.accept`),
+                or keeps a residual that cannot be stored in `residual_dtype`.
         """
         scope, scopes = self.policy.scope, self.policy.scopes
         buckets = make_buckets(tensors, scope=scope, skip=self.skip, scopes=scopes)
@@ -139,6 +141,11 @@ class Exchange:
         for bucket, spec in zip(buckets, specs, strict=True):
             for choice in self.policy.choices(bucket):
                 choice.accept(spec, bucket.name)
+                if self.residual_dtype == "bfloat16":
+                    ranks, hosts = self.communicator.size, self.communicator.hosts
+                    info = Info(size=ranks, name=bucket.name, hosts=hosts, shape=bucket.shape)
+                    # NumPy's zeros take no memory before they are written.
+                    check_narrow(choice, Spec(bucket.shape, bucket.dtype, numpy), info)
         self.policy.bind(self, [bucket.name for bucket in buckets if bucket.compress])
         for bucket, spec in zip(buckets, specs, strict=True):
             level = self.policy.choice(bucket)

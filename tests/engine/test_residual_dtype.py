@@ -18,9 +18,11 @@ from cases import CASES, Case
 from frameworks import NUMPY, TENSORFLOW, TORCH, Framework, installed, parameters, same_bits
 
 from accordion_hvd import (
+    QSGD,
     Accordion,
     Compressor,
     Dense,
+    DoubleSqueeze,
     Fixed,
     LocalSGD,
     PowerSGD,
@@ -374,6 +376,9 @@ def test_averaged_models_have_no_such_residuals() -> None:
     validate(resolve(Fixed(Dense())), replace(USE, residual_dtype="bfloat16"))
 
 
+WHOLE = [TensorInfo("w", (64, 64), "float32")]
+
+
 def test_a_residual_of_another_name_is_refused() -> None:
     class Own(TopK):
         def init(self, spec: Any, info: Info) -> Any:
@@ -385,8 +390,13 @@ def test_a_residual_of_another_name_is_refused() -> None:
         def with_residual(self, state: Any, residual: Any) -> Any:
             return {"rest": residual}
 
-    with pytest.raises(ValueError, match="residual_dtype is 'bfloat16', but must be 'float32'"):
-        train(simulate(Own(0.1), ranks=1), range(1))
+    told = "residual_dtype is 'bfloat16', but must be 'float32', because its residual is not"
+    server = DoubleSqueeze(QSGD(4), TopK(0.1))
+    for method in (Own(0.1), server, TwoLevel(server), Accordion(Own(0.1), TopK(0.1))):
+        link = SimulatedCommunicator(Hub(4, ((0, 1), (2, 3))), 0, NUMPY.xp)
+        with pytest.raises(ValueError, match=told):  # before the first step
+            Exchange(link, resolve(method).serving, WHOLE, residual_dtype="bfloat16")
+        Exchange(link, resolve(method).serving, WHOLE)
 
 
 @pytest.mark.parametrize("compressor", [Dense(), parse("qsgd:4"), parse("ef21(topk(0.05))")])
