@@ -6,13 +6,17 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 from launch import command_for, need
 
+from accordion_hvd.comm.recording import Operation
 from accordion_hvd.simulation.prediction import Cluster
+from accordion_hvd.simulation.programs import FusionGroup, Program
 from accordion_hvd.tools import command as entry
 from accordion_hvd.tools import text
 from accordion_hvd.tools.command import main
@@ -184,3 +188,47 @@ def test_small_gains_do_not_count() -> None:
 def test_times() -> None:
     found = [text.parse_time(word) for word in ("20ms", "1.5s", "500us", "none")]
     assert found == pytest.approx([0.02, 1.5, 5e-4, 0])
+
+
+def test_parts_are_listed_where_they_save_bytes() -> None:
+    assert not any(x.startswith("doublesqueeze") for x in table.configurations(2))
+    assert set(table.configurations(3)) - set(table.configurations(2)) == set(table.IN_PARTS)
+
+
+@pytest.mark.parametrize("engine", ["horovod", "torch"])
+@pytest.mark.parametrize("spec", ["qsgd:4", "topk:0.01", "efsignsgd", "doublesqueeze:qsgd:4"])
+def test_many_ranks_are_extrapolated(
+    spec: str, engine: str, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operations are those of a rehearsal on all ranks, which gathering methods do not run."""
+    found = model.measure(f"{script}:build", 0.1, 1)
+    cluster, asked = Cluster(96, 1, 1e8), []
+    plain = table.Rehearsal
+
+    def noted(*words: Any) -> Any:
+        asked.append(words[4])
+        return plain(*words)
+
+    monkeypatch.setattr(table, "Rehearsal", noted)
+    whole = table.rehearse(found, spec, cluster, engine)
+    assert asked == [table.FEW, table.MANY, 96]
+    monkeypatch.setattr(table, "LARGE", 0)
+    part = table.rehearse(found, spec, cluster, engine)
+    gathers = not spec.startswith("doublesqueeze")
+    assert asked[3:] == [table.FEW, table.MANY, *([] if gathers else [96])]
+    for a, b in zip(whole, part, strict=True):
+        assert [x.kind for x in a.operations] == [x.kind for x in b.operations]
+        for x, y in zip(a.operations, b.operations, strict=True):
+            assert x.size == pytest.approx(y.size, rel=0.05, abs=16)
+
+
+def test_work_grows_with_the_ranks() -> None:
+    launch = ((Operation("alltoall", 640.0), Operation("allgather", 10.0)),)
+    steps = []
+    for ranks in (table.FEW, table.MANY, 1024):
+        parts = replace(launch[0][1], size=640.0 / ranks)
+        rounds = (((launch[0][0], parts), (Operation("allgather", 7.0),)),)
+        group = FusionGroup(1.0, 0.5, rounds, (1e-3 * ranks,))
+        steps.append(Program((group,), 0.5))
+    assert table.extrapolated(*steps[:2], 1024).operations == steps[2].operations
+    assert table.extrapolated(*steps[:2], 1024).work == pytest.approx(steps[2].work)

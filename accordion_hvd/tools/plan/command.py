@@ -90,7 +90,7 @@ def plan(
             bandwidth = rate / 8 * GOODPUT
             cluster = Cluster(hosts, per_host, bandwidth, rtt, _cores(cores))
             name = engine or "horovod"
-        chosen = list(configurations or table.CONFIGURATIONS)
+        chosen = list(configurations) or table.configurations(cluster.ranks)
         _plan(chosen, model, cluster, compute, name, price, path)
     except ValueError as error:
         raise Misuse(str(error)) from None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 from accordion_hvd.comm import fp16_reduction, tcp
 from accordion_hvd.comm.agreement import started_by_horovod, started_by_mpi
+from accordion_hvd.comm.recording import Operation
 from accordion_hvd.core.base import Allreduce
 from accordion_hvd.resolve import resolve
 from accordion_hvd.simulation.prediction import (
@@ -39,6 +40,15 @@ CONFIGURATIONS = (
 )
 """Configurations that are compared if the user names none."""
 
+IN_PARTS = ("doublesqueeze:qsgd:4", "doublesqueeze:efsignsgd", "doublesqueeze:topk:0.01")
+"""Further ones on three ranks or more; on two, they send as much as the gathered codecs."""
+
+FEW, MANY = 16, 64
+"""Ranks on which methods that gather are measured if more than `MANY` ranks take part."""
+
+LARGE = 64 << 20
+"""Bytes of gathered messages up to which they are measured on all ranks nevertheless."""
+
 UNCOMPRESSED = "dense"
 GAIN = 0.03
 """Part of the step that compression must save to count as worthwhile."""
@@ -56,18 +66,60 @@ class Row(Prediction):
         return 3600 * self.sent / self.seconds
 
 
+def configurations(ranks: int) -> list[str]:
+    """Return the configurations that are compared if the user names none."""
+    return [*CONFIGURATIONS, *(IN_PARTS if ranks > 2 else ())]
+
+
 def rehearse(model: Model, configuration: str, cluster: Cluster, engine: str) -> list[Program]:
     """Measure the work of a configuration on this machine; return its steps.
+
+    The messages of a thousand ranks may not fit into memory. So on more than `MANY` ranks, methods
+    that gather are measured on `FEW` and `MANY` ranks, and their work is extrapolated.
 
     Raises:
         ValueError: if the configuration is no compressor, or does not support the model.
     """
     slow = cluster.bandwidth < fp16_reduction.SLOW[engine]  # as the engine decides in a job
-    rehearsal = Rehearsal(
-        resolve(configuration).serving, model.gradients, model.values, model.xp, cluster.ranks,
-        cluster.per_host, slow, model.synchronize,
-    )  # fmt: skip
-    return rehearsal.steps()
+
+    def on(ranks: int) -> list[Program]:
+        return Rehearsal(
+            resolve(configuration).serving, model.gradients, model.values, model.xp, ranks,
+            cluster.per_host, slow, model.synchronize,
+        ).steps()  # fmt: skip
+
+    if cluster.ranks <= MANY:
+        return on(cluster.ranks)
+    pairs = list(zip(on(FEW), on(MANY), strict=True))
+    operations = [both for a, b in pairs for both in zip(a.operations, b.operations, strict=True)]
+    gathered = [b for a, b in operations if b.kind == "allgather" and a.size == b.size]
+    if sum(x.size for x in gathered) * cluster.ranks <= LARGE or any(x.group for x in gathered):
+        return on(cluster.ranks)
+    return [extrapolated(a, b, cluster.ranks) for a, b in pairs]
+
+
+def extrapolated(few: Program, many: Program, ranks: int) -> Program:
+    """Return the step of more ranks, given those of `FEW` and `MANY` ranks.
+
+    Work is linear in the number of ranks. A size that depends on it is that of a part.
+    """
+    share = (ranks - MANY) / (MANY - FEW)
+
+    def work(a: float, b: float) -> float:
+        return b + share * max(0.0, b - a)
+
+    def operation(a: Operation, b: Operation) -> Operation:
+        return b if a.size == b.size else replace(b, size=b.size * MANY / ranks)
+
+    groups = []
+    for a, b in zip(few.groups, many.groups, strict=True):
+        rounds = tuple(
+            tuple(tuple(map(operation, *chains)) for chains in zip(*launches, strict=True))
+            for launches in zip(a.rounds, b.rounds, strict=True)
+        )
+        decode = tuple(map(work, a.decode, b.decode))
+        groups.append(replace(b, encode=work(a.encode, b.encode), rounds=rounds, decode=decode))
+    return replace(many, groups=tuple(groups), encode=work(few.encode, many.encode))
 
 
 def row(
