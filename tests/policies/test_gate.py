@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from cases import CASES, Case
 from frameworks import NUMPY, Framework, parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import several, step
 
-from accordion_hvd import BF16, FP16, LGC, Accordion, Dense, Fixed, Gate, PowerSGD, TopK, simulate
+from accordion_hvd import (
+    BF16,
+    FP16,
+    LGC,
+    Accordion,
+    Codec,
+    Dense,
+    DoubleSqueeze,
+    EFSignSGD,
+    Fixed,
+    Gate,
+    PowerSGD,
+    TopK,
+    simulate,
+)
 from accordion_hvd.policies import gate as gates
+from accordion_hvd.policies.cost_model import bytes_sent
 from accordion_hvd.policies.gate import Cost, Link
 
 NAMES = [f"layer{i}" for i in range(6)]
@@ -245,6 +263,8 @@ def test_words_and_refusals() -> None:
             Fixed(TopK(0.1), gate=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Gate: steps is 1, but must be an integer of at least 2"):
         Gate(steps=1)
+    with pytest.raises(ValueError, match=r"fallbacks is \[Dense\(\), FP16.* different compressors"):
+        Gate(fallbacks=(Dense(), FP16(), Dense()))
     world = simulate(PowerSGD(1), 2)
     world.step([{"w": NUMPY.tensor(np.ones((40, 40), np.float32))} for _ in range(2)])
     with pytest.raises(RuntimeError, match="needs a gate"):
@@ -356,3 +376,66 @@ def test_a_slow_link_is_measured_with_fewer_bytes(
     assert link.latency == pytest.approx(latency, rel=0.1)
     assert (largest == 1 << 15) == (4 * latency < 1.5 * (1 << 17) / bandwidth + latency)
     assert now[0] < 0.5
+
+
+# ------------------------------------------------------------------------------- averages in parts
+@pytest.mark.parametrize("ranks", [2, 3, 16])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_bytes_in_parts_follow_from_those_of_the_codec(case: Case, ranks: int) -> None:
+    codec, shape = case.compressor, (256, 384)
+    found = gates.sent_in_parts(codec, 1.0, ranks)
+    try:
+        parts = DoubleSqueeze(codec)  # type: ignore[arg-type]
+    except ValueError:
+        parts = None
+    if parts is None or codec.exchange.__func__ is not Codec.exchange:  # type: ignore[attr-defined]
+        assert math.isinf(found)
+        return
+    sent = bytes_sent(codec, shape, "float32", ranks)
+    assert found * sent == pytest.approx(bytes_sent(parts, shape, "float32", ranks), rel=0.2)
+
+
+@pytest.mark.parametrize("bandwidth", [1e6, 25e6, 1e9])
+@pytest.mark.parametrize("ranks", [2, 16])
+def test_parts_are_mentioned_where_they_would_be_fastest(
+    clocked: Callable[..., World], ranks: int, bandwidth: float
+) -> None:
+    """The verdict says how long a step would take; the gate does not choose another algorithm."""
+    world = clocked([1e-3] * 6, 0.4, bandwidth)
+    plain = world.costs
+    world.costs = lambda: {
+        name: replace(cost, parts=cost.sent * 2 / ranks) for name, cost in plain().items()
+    }
+    world.run(90)
+    seconds = 0.05 + 6e-3 + 2.4e6 * 2 / ranks / bandwidth
+    verdict = world.gate.verdict
+    faster = gates.MARGIN * seconds < world.seconds(world.served())
+    assert ("in parts" in verdict) == faster == (ranks > 2 and bandwidth < 1e9)
+    assert f"(DoubleSqueeze), it might be {1000 * seconds:.0f}" in verdict or not faster
+    assert set(world.served()) <= {"wanted", "FP16()", "Dense()"}
+
+
+def test_a_gate_between_parts_and_messages() -> None:
+    """If a user names both forms, the gate tries both, and nothing is lost in between."""
+    gate = Gate(steps=2, every=9, fallbacks=(EFSignSGD(), Dense()))
+    world, levels = simulate(Fixed(DoubleSqueeze(EFSignSGD()), gate=gate), 4), set()
+    rng, owed, given, averaged = np.random.default_rng(0), np.zeros(2400), 0.0, 0.0
+    for _ in range(40):
+        mine = [rng.standard_normal((24, 100)).astype(np.float32) for _ in range(4)]
+        given = given + np.mean(mine, 0)
+        mean = world.step([{"w": x} for x in mine])[0]
+        assert mean is not None
+        averaged = averaged + mean["w"]
+        levels |= set(world.exchanges[0].levels().values())
+    assert {"DoubleSqueeze(codec=EFSignSGD())", "EFSignSGD()", "Dense()"} <= levels
+    for exchange in world.exchanges:
+        entry = exchange.bucket_states[0]
+        if entry.carried is not None:
+            owed += np.reshape(entry.carried, -1) / 4
+        elif entry.state:
+            rest = entry.compressor.residual(entry.state)
+            info = exchange.info(entry)
+            if entry.compressor.sharded:
+                rest = entry.compressor.expand_residual(rest, entry.spec, info)
+            owed += np.reshape(rest, -1) / 4
+    np.testing.assert_allclose(np.reshape(averaged, -1) + owed, np.reshape(given, -1), atol=1e-3)
