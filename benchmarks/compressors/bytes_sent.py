@@ -16,6 +16,8 @@ import pandas as pd
 
 from accordion_hvd import simulate
 from accordion_hvd.ops import indices
+from accordion_hvd.simulation import Link, simulate_job
+from benchmarks.compressors import many_ranks
 from benchmarks.compressors.catalog import CATALOG, CatalogRow, missing
 from benchmarks.report import render, write_page
 from examples.command_line import read_options
@@ -25,6 +27,8 @@ SHAPE = (500, 400)
 """The gradient whose bytes the tables show."""
 
 RANKS = (2, 4, 16, 64)
+MANY = 1024
+"""Ranks whose bytes are those of recorded requests, since so many are not simulated."""
 
 
 @functools.cache
@@ -43,6 +47,20 @@ def counted(row: CatalogRow, ranks: int) -> tuple[float, float]:
         totals.append((_mean(stats, "sent"), _mean(stats, "received")))
     (sent, received), (sent_before, received_before) = totals[-1], totals[-1 - period]
     return (sent - sent_before) / period, (received - received_before) / period
+
+
+def recorded(row: CatalogRow) -> float:
+    """Return the bytes that one of `MANY` ranks sends, or about, if they depend on the values."""
+    if not row.moved:
+        return counted(row, RANKS[-1])[0] * (MANY - 1) / (RANKS[-1] - 1)
+    period, link = row.compressor.period or 1, Link(local_size=row.local)
+    before, after = (
+        steps * simulate_job({"w": SHAPE}, row.compressor, MANY, steps, link=link).sent_by_rank
+        if steps
+        else 0.0
+        for steps in (row.after, row.after + period)
+    )
+    return (after - before) / period
 
 
 def _mean(stats: Sequence[dict[str, Any]], key: str) -> float:
@@ -70,8 +88,13 @@ def table() -> pd.DataFrame:
     for row in CATALOG:
         formula = f"`{row.moved}`" if row.moved else "depends on the values"
         cells = [_cell(*counted(row, ranks)) for ranks in RANKS]
+        cells.append(f"{recorded(row) / 1e3:.1f}")
         rows.append([f"`{row.compressor!r}`", formula, *cells])
-    head = ["compressor", "bytes sent by each of n ranks", *(f"n = {ranks}" for ranks in RANKS)]
+    head = [
+        "compressor",
+        "bytes sent by each of n ranks",
+        *(f"n = {ranks}" for ranks in (*RANKS, MANY)),
+    ]
     return pd.DataFrame(rows, columns=head)
 
 
@@ -86,12 +109,13 @@ def page() -> str:
     """Return the text of docs/compressors.md."""
     rows, columns = SHAPE
     size = f"{4e-3 * rows * columns:.0f}"
-    return render("compressors", rows=rows, columns=columns, size=size, table=as_markdown(table()))
+    text = render("compressors", rows=rows, columns=columns, size=size, table=as_markdown(table()))
+    return f"{text}\n\n{many_ranks.section()}"
 
 
 @dataclass(frozen=True)
 class Options:
-    """Write a page with the bytes that each compressor sends.
+    """Write a page with the bytes that each compressor sends, and docs/data/many_ranks.csv.
 
     Args:
         output: page to write.
@@ -103,6 +127,7 @@ class Options:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the page."""
     path = read_options(Options, arguments, owner="bytes_sent.py").output
+    many_ranks.write()
     write_page(path, page())
     print(f"page: {path}")
     if names := missing():

@@ -88,7 +88,9 @@ CATALOG = (
     ),
     CatalogRow(SketchedSGD(), "2*(n-1)/n * 4*k*(rows*columns + candidates)"),
     CatalogRow(QSGD(4), "(n-1) * (bits*d/8 + 4*d/bucket)"),
-    CatalogRow(TernGrad(), "(n-1)/n * d/4 + (n-1)/n * d/8 * (2*n).bit_length()"),
+    CatalogRow(
+        TernGrad(), "(n-1)/n * d/4 + (n-1)/n * d/8 * ((2*n).bit_length() if n < 128 else 16)"
+    ),
     CatalogRow(Natural(), "(n-1) * 9*d/8"),
     CatalogRow(Int8(), "(n-1) * (d + 4*d/block)"),
     CatalogRow(SignSGD(), "2 * (n-1)/n * d/8"),
@@ -102,7 +104,9 @@ CATALOG = (
     CatalogRow(DoubleSqueeze(Int8()), "2*(n-1)/n * (d + 4*d/block)"),
     CatalogRow(DoubleSqueeze(EFSignSGD()), "2*(n-1)/n * (d/8 + 4*n)"),
     CatalogRow(DoubleSqueeze(OneBit()), "2*(n-1)/n * (d/8 + 8*n*(b//n + 1))"),
-    CatalogRow(DoubleSqueeze(TopK(0.01)), "2*(n-1) * (4*(k//n) + packed(k//n, d//n))"),
+    CatalogRow(
+        DoubleSqueeze(TopK(0.01)), "2*(n-1) * (4*((k+n//2)//n) + packed((k+n//2)//n, d//n))"
+    ),
     CatalogRow(Momentum(Natural()), "(n-1) * 9*d/8"),
     CatalogRow(TwoLevel(PowerSGD(1)), "2*(L-1)/L * 4*d + 2*(m-1)/m * 4*(a/L+b)", local=2),
 )
