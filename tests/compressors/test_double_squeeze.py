@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -193,6 +194,27 @@ def test_small_tensors_that_share_a_call_are_cut_alike(codec: Codec) -> None:
             np.testing.assert_array_equal(means[name], wanted)
 
 
+def test_tensors_of_any_shape_share_a_call_if_nothing_is_owed() -> None:
+    """Codecs without residuals encode them as one vector; a residual needs tensors of one shape."""
+    assert DoubleSqueeze(QSGD(4)).batching == DoubleSqueeze(QSGD(4), Natural()).batching == "any"
+    assert DoubleSqueeze(QSGD(4), TopK(0.1)).batching == "alike"
+    assert DoubleSqueeze(TopK(0.1), QSGD(4)).batching == "alike"
+
+
+def test_the_codec_of_means_must_accept_the_tensor_too() -> None:
+    @dataclass(frozen=True)
+    class Wide(QSGD):
+        def accept(self, spec: Any, name: str) -> None:
+            if spec.size < 100:
+                raise ValueError(f"{name} has less than 100 elements")
+
+    spec = numpy.spec(np.ones((9, 9), np.float32))
+    DoubleSqueeze(QSGD(4)).accept(spec, "w")
+    for method in (DoubleSqueeze(Wide(4)), DoubleSqueeze(QSGD(4), Wide(4))):
+        with pytest.raises(ValueError, match="w has less than 100 elements"):
+            method.accept(spec, "w")
+
+
 @pytest.mark.parametrize("bad", ["qsgd", QSGD, Threshold(1.0), RandomK(0.1), Dense(), AdaComp()])
 def test_a_mean_needs_such_a_codec_too(bad: Any) -> None:
     with pytest.raises(ValueError, match="DoubleSqueeze: mean is .* fixed size"):
@@ -212,3 +234,20 @@ def test_what_covers_parts_only_is_refused_where_it_must_cover_tensors() -> None
 def test_spec_strings() -> None:
     assert parse("doublesqueeze:qsgd:4") == DoubleSqueeze(QSGD(4))
     assert parse("DoubleSqueeze(qsgd(2), mean=qsgd(4))") == DoubleSqueeze(QSGD(2), QSGD(4))
+
+
+@pytest.mark.parametrize(("codec", "bits"), [(Int8(), 8), (QSGD(4), 4), (EFSignSGD(), 1)], ids=repr)
+@pytest.mark.parametrize("size", [64, 4400, 70_001])
+def test_parts_are_cut_where_they_take_the_fewest_bytes(codec: Codec, bits: int, size: int) -> None:
+    """No number of runs takes less; a run has whole bytes, and costs as much as 64 bits."""
+    ranks = 4
+    found = DoubleSqueeze(codec)._cut((size,), ranks)
+    most, costs = codec.run((size,)), []
+    for runs in range(1, 2 + 3 * size // (ranks * most)):
+        width = -(-size // (ranks * runs))
+        while runs * width % 8:
+            width += 1
+        if width <= most:
+            costs.append(runs * width * bits + 64 * runs)
+    assert found.length * bits + 64 * found.runs == min(costs)
+    assert found.width <= most and found.length % 8 == 0 and ranks * found.length >= size
