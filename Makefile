@@ -31,7 +31,7 @@ OPTBENCH = runs/optbench
 GRAPH = runs/graph
 
 .PHONY: help setup demo test test-all test-times coverage fuzz check docs bench bench-network bench-excess bench-plan bench-accuracy bench-goodput \
-	bench-optimizers bench-kernels bench-compressors bench-graph bench-averaging bench-transformers results faults storm doctor clean
+	bench-optimizers bench-kernels bench-compressors bench-graph bench-averaging bench-transformers results faults storm dist dist-try dist-lowest doctor clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -150,6 +150,15 @@ storm: setup ## elastic trainings while ranks die, leave and join, for docs/reli
 	@$(IN_VENV) $(RUN) scripts/storm.py
 	@$(IN_VENV) $(RUN) scripts/storm.py torchft "torchft powersgd:4" --pace 0.8
 	@$(IN_VENV) $(RUN) scripts/storm.py report
+
+dist: setup ## build the source archive and the wheel into dist
+	@$(RUN) scripts/release.py build
+
+dist-try: setup ## install both into fresh environments, and train (ten minutes)
+	@$(RUN) scripts/release.py try
+
+dist-lowest: setup ## the same with the lowest versions of setup.cfg, and tests (half an hour)
+	@$(RUN) scripts/release.py lowest
 
 doctor: setup ## say what works here and what to do about the rest
 	@$(IN_VENV) $(RUN) -m accordion_hvd.tools.doctor

@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # what `__getattr__` returns
     from accordion_hvd.resolve import parse as parse
     from accordion_hvd.simulation import simulate as simulate
 
-__version__ = "0.2.0"
+__version__ = "0.1.0"
 
 _CATALOGS = ("compressors", "policies", "averaging")  # all of their `__all__` is public
 _HOME = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import accordion_hvd
+from scripts import release
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "accordion_hvd"
@@ -95,21 +95,15 @@ def test_type_checkers_see_the_names_of_the_module(module: str) -> None:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel and the source archive from a copy; return their folder."""
+    """Build the source archive and the wheel; return their folder."""
     pytest.importorskip("setuptools")
     folder = tmp_path_factory.mktemp("built")
-    copy = folder / "source"
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        copy.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, copy)
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "accordion_hvd", copy / "accordion_hvd", ignore=ignored)
-    build = "from setuptools import build_meta as b; b.build_sdist('..'); b.build_wheel('..')"
-    subprocess.run([sys.executable, "-c", build], cwd=copy, check=True, capture_output=True)
+    release.build(folder)
     return folder
 
 
 def test_wheel_and_source_archive_are_whole(built: Path) -> None:
+    """They have the package and little else."""
     sources = {
         f"accordion_hvd/{path.relative_to(ROOT / 'accordion_hvd')}"
         for path in (ROOT / "accordion_hvd").rglob("*")
@@ -118,17 +112,28 @@ def test_wheel_and_source_archive_are_whole(built: Path) -> None:
     with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
         assert {name for name in wheel.namelist() if ".dist-info/" not in name} == sources
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    assert names >= sources | {"LICENSE", "README.md", "setup.cfg"}
+        names = {x.name.partition("/")[2] for x in archive if x.isfile()}
+    others = {"CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.cfg"}
+    made = {name for name in names if name.startswith("accordion_hvd.egg-info/")} | {"PKG-INFO"}
+    assert names - made == sources | others
+
+
+def test_the_lowest_versions_are_those_of_setup_cfg() -> None:
+    python, packages = release.lowest(["torch", "tensorflow-cpu"])
+    assert re.fullmatch(r"python3\.\d+", python)
+    names = [package.partition("==")[0] for package in packages]
+    assert names == ["click", "numpy", "torch", "tensorflow-cpu", "keras"]
 
 
 def test_one_version() -> None:
-    """The citations have the version of the package."""
+    """The citations and the newest entry of the changelog have the version of the package."""
     yaml = pytest.importorskip("yaml")
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == accordion_hvd.__version__
     bibtex = (ROOT / "docs" / "citing.md").read_text()
     assert f"version = {{{accordion_hvd.__version__}}}" in bibtex
+    changes = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert changes[0] == accordion_hvd.__version__
 
 
 def test_the_image_has_what_it_copies() -> None:
