@@ -78,6 +78,31 @@ def test_modules_that_need_no_numpy(name: str) -> None:
     assert "numpy" not in loaded(f"import {name}")
 
 
+STOCK_KERAS = """
+import sys, types, warnings
+warnings.simplefilter("error")
+from accordion_hvd import Accordion, PowerSGD, TopK
+sys.modules["horovod.tensorflow.keras"] = types.ModuleType("keras")
+sys.modules["accordion_hvd.tensorflow"] = types.ModuleType("tensorflow")
+TopK(0.1)
+del sys.modules["accordion_hvd.tensorflow"]
+for make in (lambda: TopK(0.1), lambda: Accordion(low="topk:0.1", high="topk:0.01")):
+    try:
+        make()
+    except UserWarning as warning:
+        assert "`import accordion_hvd.tensorflow.keras as hvd`" in str(warning)
+    else:
+        sys.exit("no warning")
+"""
+
+
+def test_scripts_that_keep_horovods_keras_are_warned() -> None:
+    """Under Keras 3, Horovod's optimizer ignores `compression`: only a compressor can warn."""
+    command = [sys.executable, "-c", STOCK_KERAS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 TWO_NAMES = """
 import sys
 import accordion_hvd.keras.callbacks as callbacks, accordion_hvd.keras.elastic as elastic

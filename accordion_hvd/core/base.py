@@ -8,6 +8,8 @@ simulation.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
@@ -174,8 +176,19 @@ class NotForStockHorovod:
     """Base class of objects that Horovod's own wrapper cannot use; `compress` explains the fix.
 
     Horovod's compression protocol, `compress(tensor) -> (tensor, context)`, cannot run an exchange
-    generator: it passes no name and allows one tensor and one allreduce.
+    generator: it passes no name and allows one tensor and one allreduce. Under Keras 3, Horovod's
+    optimizer averages nothing and calls nothing, so that only a warning in advance is possible.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        stock, ours = "horovod.tensorflow.keras", "accordion_hvd.tensorflow"
+        if stock in sys.modules and ours not in sys.modules:
+            warnings.warn(
+                f"{stock} is imported, whose optimizer averages nothing under Keras 3, with or "
+                f"without compression; write `import {ours}.keras as hvd` instead.",
+                stacklevel=1,  # always this line, so that it is shown once
+            )
+        return super().__new__(cls)
 
     def compress(self, tensor: Tensor) -> Any:
         """Raise TypeError; the message has the import line to use instead."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,6 +79,17 @@ def test_a_fast_link_is_not(script: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "80 ms of computation a step" in done.output
     assert done.output.splitlines()[-1].startswith("Compression does not pay: dense ")
+
+
+def test_without_horovod_the_engine_is_torch(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is one that is installed; Keras has no other than Horovod."""
+    monkeypatch.setitem(sys.modules, "horovod", None)
+    words = ("--model", f"{script}:without_step", "--compute", "80ms", *CLUSTER)
+    for option, engine in (((), "torch"), (("--engine", "horovod"), "horovod")):
+        done = plan("dense", *words, *option)
+        assert done.output.splitlines()[1].endswith(f", {engine}"), done.output
+    keras = SimpleNamespace(xp=SimpleNamespace(__name__="accordion_hvd.ops.tensorflow"))
+    assert command._installed(keras) == "horovod"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -55,7 +56,7 @@ RATE, TIME = Quantity("rate", _rate), Quantity("time", parse_time)
 @click.option("--rtt", type=TIME, default="none", help="Round-trip time of two hosts, as 20ms.")
 @click.option("--cores", type=float, help="Cores of each host; by default, as here.")
 @click.option("--compute", type=TIME, help="Time of a step without an exchange, as 120ms.")
-@click.option("--engine", type=click.Choice(ENGINES), help="By default horovod.")
+@click.option("--engine", type=click.Choice(ENGINES), help="By default as installed.")
 @click.option("--price", type=float, help="Price of an hour of the job.")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="File for the results.")
 def plan(
@@ -89,7 +90,7 @@ def plan(
         else:
             bandwidth = rate / 8 * GOODPUT
             cluster = Cluster(hosts, per_host, bandwidth, rtt, _cores(cores))
-            name = engine or "horovod"
+            name = engine or ""
         chosen = list(configurations) or table.configurations(cluster.ranks)
         _plan(chosen, model, cluster, compute, name, price, path)
     except ValueError as error:
@@ -114,6 +115,7 @@ def _plan(
 
     with companions(word, busy(cluster) - 1, threads(cluster)):
         model = measure(word, compute, threads(cluster))
+        engine = engine or _installed(model)
         rows = []
         for configuration in configurations:
             steps = table.rehearse(model, configuration, cluster, engine)
@@ -130,6 +132,12 @@ def _plan(
     if path is not None:
         found = {"model": word, "engine": engine, "compute": model.compute, **vars(cluster)}
         path.write_text(json.dumps({**found, "rows": table.as_json(rows)}, indent=1) + "\n")
+
+
+def _installed(model: Model) -> str:
+    """Return the engine of a job here: PyTorch needs no Horovod, Keras does."""
+    alone = model.xp.__name__.endswith("torch") and importlib.util.find_spec("horovod") is None
+    return "torch" if alone else "horovod"
 
 
 def busy(cluster: Cluster) -> int:
