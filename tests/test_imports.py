@@ -103,6 +103,14 @@ def test_scripts_that_keep_horovods_keras_are_warned() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_an_old_pytorch_is_refused_in_one_sentence() -> None:
+    pytest.importorskip("torch")
+    code = "from torch.distributed import Store; del Store.clone; import accordion_hvd.ddp"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "but must be 2.8 or newer: pip install 'torch>=2.8'." in done.stderr.splitlines()[-1]
+
+
 TWO_NAMES = """
 import sys
 import accordion_hvd.keras.callbacks as callbacks, accordion_hvd.keras.elastic as elastic
