@@ -53,7 +53,7 @@ def _new_parser(description: str | None) -> Any:
     except ImportError:
         raise ValueError(
             "the scripts need jsonargparse, which is not installed; "
-            "install the extra: pip install 'accordion_hvd[train]'."
+            "install the extra in the clone: pip install '.[train]'."
         ) from None
     warnings.filterwarnings("ignore", module="jsonargparse")
     jsonargparse.set_loader(MODE, _load_yaml, (ValueError,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import importlib
 import os
 import re
@@ -158,6 +159,21 @@ def test_one_version() -> None:
     assert f"version = {{{accordion_hvd.__version__}}}" in bibtex
     changes = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert changes[0] == accordion_hvd.__version__
+
+
+def test_messages_and_pages_install_what_exists() -> None:
+    """Nothing is on an index: extras are those of a clone, as in pip install '.[torch]'."""
+    extras = configparser.ConfigParser()
+    extras.read(ROOT / "setup.cfg")
+    known, found = set(extras["options.extras_require"]), set()
+    listed = ["git", "ls-files", "*.py", "*.md", "*.ipynb", "Dockerfile"]
+    for name in subprocess.check_output(listed, cwd=ROOT, text=True).split():
+        text = (ROOT / name).read_text() if (ROOT / name).is_file() else ""
+        assert name == "tests/test_package.py" or not re.search(
+            r"'accordion_hvd\[|pip install accordion", text
+        ), name
+        found |= {x for words in re.findall(r"'\.\[([\w,-]+)\]'", text) for x in words.split(",")}
+    assert {"torch", "privacy", "train", "trainers"} <= found <= known
 
 
 def test_the_image_has_what_it_copies() -> None:

@@ -308,7 +308,7 @@ def _accounting() -> tuple[Any, Any]:
     except ImportError:
         raise ImportError(
             "PrivacyBudget needs dp-accounting, which is not installed; "
-            "install the extra: pip install 'accordion_hvd[privacy]'."
+            "install it: pip install dp-accounting."
         ) from None
     return dp_accounting, rdp
 

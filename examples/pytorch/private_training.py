@@ -5,9 +5,10 @@ the votes, and rank 0 adds secret noise. Training ends before the budget is exce
 
     torchrun --nproc-per-node 2 examples/pytorch/private_training.py
 
-`horovodrun -np 2 python` starts the same script. Rank 0 prints the spent privacy, the test accuracy
-on scikit-learn's digits, and its bytes, with those of averaged gradients. Lots and noise come from
-the operating system's random source, so that results differ from run to run.
+`horovodrun -np 2 python` starts the same script. It needs the extra `privacy`. Rank 0 prints the
+spent privacy, the test accuracy on scikit-learn's digits, and its bytes, with those of averaged
+gradients. Lots and noise come from the operating system's random source, so that results differ
+from run to run.
 """
 
 from __future__ import annotations
