@@ -2,8 +2,8 @@
 
 In the repository, a page of docs links to `../CONTRIBUTING.md` and to source files, and a top-level
 document links to `docs/guide.md`. The site has the pages of docs and the top-level documents side
-by side, and no source files. A link to a source file leads to the repository if mkdocs.yml has a
-`repo_url`; otherwise only its text remains.
+by side, llms.txt, which lists them for programs, and no source files. A link to a source file leads
+to the repository if mkdocs.yml has a `repo_url`; otherwise only its text remains.
 """
 
 from __future__ import annotations
@@ -26,6 +26,17 @@ def on_files(files: Files, config: Any) -> Files:
     for name in DOCUMENTS:
         files.append(File.generated(config, name, abs_src_path=str(_root(config) / name)))
     return files
+
+
+def on_nav(nav: Any, config: Any, files: Files) -> Any:
+    """Add llms.txt, a list of the pages in the order of the navigation."""
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
+    for section in nav.items:
+        pages = section.children or [section]
+        lines += ["", f"## {section.title}", ""]
+        lines += [f"- [{page.title or section.title}]({page.url})" for page in pages]
+    files.append(File.generated(config, "llms.txt", content="\n".join(lines) + "\n"))
+    return nav
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import logging
 import os
 import re
@@ -137,6 +138,52 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
             assert tag == "a" or not re.match(r"(https?:)?//", address), (page, address)
     for style in site.rglob("*.css"):
         assert not re.search(r"(@import|url\()\s*[\"']?(https?:)?//", style.read_text()), style
+
+
+FOUND = {
+    "clip gradients": "recipes.html#clip-gradients",
+    "gradient accumulation": "recipes.html#gradient-accumulation",
+    "torch.compile": "recipes.html#torchcompile",
+    "autocast": "recipes.html#mixed-precision-autocast-and-gradscaler",
+    "Hugging Face": "recipes.html#hugging-face-transformers",
+    "transformers": "recipes.html#hugging-face-transformers",
+    "LoRA": "recipes.html#lora-and-frozen-layers",
+    "Ray": "recipes.html#ray-train",
+    "FSDP": "engines.html#fsdp2-and-hybrid-sharding",
+    "checkpoint": "guide.html#checkpoints",
+    "NCCL": "gpu.html",
+    "averages nothing": "troubleshooting.html#horovods-optimizer-averages-nothing",
+}
+"""What people type -> the section that answers it."""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("phrase", FOUND)
+def test_the_search_finds(phrase: str, site: Path) -> None:
+    """The section is among the first five of a ranking like that of the site's search.
+
+    A word that a title has counts a thousand times one in the text; all words count four times.
+    """
+    ranked = []
+    for section in json.loads((site / "search" / "search_index.json").read_text())["docs"]:
+        title, text = (
+            re.sub("<[^>]*>", " ", unescape(section[part])).lower() for part in ("title", "text")
+        )
+        hits = [
+            1000 * bool(re.search(rf"\b{word}", title)) + bool(re.search(rf"\b{word}", text))
+            for word in map(re.escape, phrase.lower().split())
+        ]
+        ranked.append((sum(hits) * (4 if all(hits) else 1), section["location"]))
+    ranked.sort(key=lambda row: -row[0])
+    assert FOUND[phrase] in [place for _, place in ranked[:5]]
+
+
+@pytest.mark.nightly
+def test_llms_txt_lists_the_navigation(site: Path) -> None:
+    listed = re.findall(r"^- \[.+\]\((.+)\)$", (site / "llms.txt").read_text(), re.MULTILINE)
+    _, nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")
+    assert listed == [f"{name}.html" for name in re.findall(r"([\w/-]+)\.md$", nav, re.MULTILINE)]
+    assert all((site / page).is_file() for page in listed)
 
 
 GOOD = """# Home
