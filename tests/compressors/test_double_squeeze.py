@@ -215,6 +215,28 @@ def test_the_codec_of_means_must_accept_the_tensor_too() -> None:
             method.accept(spec, "w")
 
 
+def test_the_codec_of_means_is_the_one_that_serves_the_tensor() -> None:
+    @dataclass(frozen=True)
+    class ByShape(QSGD):
+        def specialize(self, info: Info) -> Codec:
+            return QSGD(info.shape[0])
+
+    gradients = next(normals((8, 48), 3))
+    means = [
+        Ranks(DoubleSqueeze(QSGD(4), codec), 3).step([x.copy() for x in gradients])[0]
+        for codec in (QSGD(8), ByShape(2), QSGD(2))
+    ]
+    np.testing.assert_array_equal(means[0], means[1])
+    assert (means[0] != means[2]).any()
+
+
+def test_owners_add_in_the_order_of_ranks() -> None:
+    """In fp32, 1e8 - 1e8 + 1 is 1, and 1 - 1e8 + 1e8 is 0."""
+    gradients = [np.full((4, 6), x, np.float32) for x in (3e8, -3e8, 3.0)]
+    mean = Ranks(DoubleSqueeze(TopK(1.0)), 3).step(gradients)[0]
+    np.testing.assert_allclose(mean, 1.0, rtol=1e-6)
+
+
 @pytest.mark.parametrize("bad", ["qsgd", QSGD, Threshold(1.0), RandomK(0.1), Dense(), AdaComp()])
 def test_a_mean_needs_such_a_codec_too(bad: Any) -> None:
     with pytest.raises(ValueError, match="DoubleSqueeze: mean is .* fixed size"):

@@ -377,3 +377,11 @@ def test_16_bits_take_half_the_bytes(alternate: bool) -> None:
     flags = payload["float32"] - 2 * payload["float32"] + 2 * payload["bfloat16"]
     assert 0 < flags <= 2 * 2 * 8  # a flag and the number of the plan in each group
     assert payload["float16"] == payload["bfloat16"] + 2 * 2 * 4  # a norm for each matrix
+
+
+def test_the_first_factor_of_a_training_is_in_units_that_all_ranks_know() -> None:
+    """In the first step of `alternate`, no norm is known yet; results are those in fp32."""
+    gradients = next(normals((40, 30), 3))
+    exact = Ranks(PowerSGD(4, True), 3).step([x.copy() for x in gradients])[0]
+    found = Ranks(PowerSGD(4, True, "float16"), 3).step(gradients)[0]
+    np.testing.assert_allclose(found, exact, atol=2e-3 * np.abs(exact).max())
