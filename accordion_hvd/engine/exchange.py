@@ -70,6 +70,8 @@ class Exchange:
         entry_of: bucket state of each tensor, by the tensor's number.
         tensors: all tensors; positions in this list are the tensors' numbers.
         running: the present step; None between steps.
+        starts: tensors, by number, of each batch of the last step, in the order in which batches
+            were started, and the times at which its start began and ended.
         absent: tensors, by number, of which no rank had a gradient in the last closed step. Their
             state stays as it was, and callers do not apply their means.
         notes_absence: whether `absent` is also known if nothing keeps state.
@@ -114,6 +116,7 @@ class Exchange:
         self.sync: PolicySync | None = sync_of(self)
         self.accounts = Accounts()
         self.running: Step | None = None
+        self.starts: list[tuple[Sequence[int], float, float]] = []
         self.absent: dict[int, Any] = {}
         self.notes_absence = self.total = False
         self.loss_scale: Callable[[], Any] | None = None
@@ -307,7 +310,7 @@ class Exchange:
 
     def close(self) -> bool:
         """Store the results and states of a completed step; returns as `finish` does."""
-        step, began = self.running, time.perf_counter()
+        step, closing = self.running, time.perf_counter()
         assert step is not None
         self.absent = {}
         if step.bad is not False:
@@ -325,7 +328,9 @@ class Exchange:
             self._weigh(step)
         for observer in self.policy.observers:
             observer.closed(self, step)
-        self._count(step, began)
+        batches = step.layout.batches
+        self.starts = [(batches[i].members, began, end) for i, began, end in step.starts]
+        self._count(step, closing)
         if step.bad is True:
             self.skipped += 1
             self.ledger.event("skipped", self.steps - 1)

@@ -14,22 +14,22 @@ import numpy as np
 
 import accordion_hvd
 from accordion_hvd import check
-from accordion_hvd.comm import agreement, fp16_reduction, tcp
+from accordion_hvd.comm import agreement, fp16_reduction
 from accordion_hvd.comm.agreement import require_agreement
 from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Tensor
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.exchange import usual_gains
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.layout import TensorInfo, span
-from accordion_hvd.engine.ledger import Ledger, as_ledger
+from accordion_hvd.engine.ledger import as_ledger
 from accordion_hvd.engine.membership import E, Member
+from accordion_hvd.engine.rehearsal import Pass, Rehearsals, in_steps
 from accordion_hvd.policies import Policy
-from accordion_hvd.policies.gate import PROBE, probe
 
 Key = Any  # hashable
 
-LINK_AFTER = 10
-"""Step from which on the link is measured: early steps are slow."""
+FIRST, EVERY = 10, 100
+"""Step from which on exchanges are rehearsed, since early steps are slow, and steps in between."""
 
 _numbers: Counter[int] = Counter()  # averagers made so far, by process set; equal on its members
 
@@ -58,6 +58,7 @@ class GradientAverager(Member[E]):
         owner: name of the function that the user has called, in messages.
         device: device of numbers that accompany the gradients, as for `ops.asarray`.
         name: prefix of the names of collectives; equal on all ranks, unique in a process.
+        rehearses: whether exchanges are rehearsed as fast as they run in the training.
         keys: the adapter's keys of the exchange's tensors, by number.
         number: number of each tensor, by key; the inverse of `keys`.
         sparse: keys of the tensors whose gradients are gathered.
@@ -67,6 +68,7 @@ class GradientAverager(Member[E]):
     framework: ClassVar[str]
     owner: ClassVar[str] = "DistributedOptimizer"
     device: Any = None
+    rehearses: bool = True
 
     def __init__(
         self,
@@ -82,6 +84,7 @@ class GradientAverager(Member[E]):
         residual_dtype: str = "float32",
     ) -> None:
         self.ledger = as_ledger(ledger)
+        self._rehearsals = Rehearsals()
         self.policy, self.process_set, self.skip = policy, process_set, check.patterns(skip)
         self.total, self.with_settings = total, with_settings
         self.residual_dtype = residual_dtype
@@ -228,6 +231,10 @@ class GradientAverager(Member[E]):
         agreement.discover_hosts(self.communicator, self.policy.topology_aware, self.device)
         fp16_reduction.choose_reduction(self.communicator, self.policy.fp16_reduction, self.device)
 
+    def prepare(self, side: E) -> Pass:
+        """Return the pass of an exchange that is rehearsed, as fast as the job's own."""
+        return in_steps(side)
+
     def on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Return, for each flag, whether some rank has set it; collective."""
         local = self.communicator.xp.asarray(np.array(flags, np.int32), self.device)
@@ -264,7 +271,7 @@ class GradientAverager(Member[E]):
         """Compare checksums with those of the other ranks; collective.
 
         With the checksums travel the sums of the ledger, so that they cost no message of their own.
-        The link is measured once, for the ledger's estimates.
+        At some comparisons, exchanges are rehearsed for the ledger's estimates.
 
         Raises:
             ReplicasDiffer: if checksums differ and the guard's mode is "error".
@@ -279,19 +286,15 @@ class GradientAverager(Member[E]):
         table = self.guard.compare(self.communicator, step, names, both)
         if self.guard.warned and not warned:
             ledger.event("guard", step)
-        if self._shared < LINK_AFTER <= step:
-            self._measure_link(ledger)
+        due = step >= FIRST and (self._shared < FIRST or step // EVERY > self._shared // EVERY)
         self._shared = step
         ledger.share(step, np.ascontiguousarray(table).view(np.float64))
-        ledger.add("decide", time.perf_counter() - began)
-
-    def _measure_link(self, ledger: Ledger) -> None:
-        """Measure the link, and this rank's TCP connections meanwhile; collective."""
-        xp, before = self.communicator.xp, tcp.connections()
-        vector = xp.zeros((PROBE,), "float32", self.device)
-        measurement = probe(vector, xp, self.communicator.size)
-        link = self.communicator.run(f"{self.name}.link", measurement)
-        ledger.measured(link, tcp.slowest(before, tcp.connections()))
+        measuring = time.perf_counter()
+        ledger.add("decide", measuring - began)
+        if due and self.communicator.size > 1:
+            prepare = self.prepare if self.rehearses else None
+            self._rehearsals.hold(self.exchange, ledger, prepare)
+            ledger.add("measure", time.perf_counter() - measuring)
 
 
 def largest(flags: Tensor) -> ExchangeGenerator:

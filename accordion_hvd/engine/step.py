@@ -88,6 +88,8 @@ class Step:
         layout: the batches and fusion groups. If the ranks have different ones, `advance` raises on
             every rank.
         costs: cost of each fusion group.
+        starts: position of each batch, in the order in which they were started, and the times (of
+            `time.perf_counter`) at which its start began and ended.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Step:
         self.seconds = {"encode": 0.0, "wait": 0.0, "decode": 0.0}
         self.layout, self._groups = layout, layout.groups
         self.costs = [GroupCost() for _ in layout.groups]
+        self.starts: list[tuple[int, float, float]] = []
         self._communicator, self._xp = communicator, communicator.xp
         self._name, self._guarded = name, guarded
         self._exchanges: dict[int, BatchExchange] = {}
@@ -167,7 +170,9 @@ class Step:
             while self._next < len(self._groups) and not self._missing[self._next]:
                 self._next += 1
                 self._launch(self._next - 1, 0)
-        self.seconds["encode"] += time.perf_counter() - began
+        ended = time.perf_counter()
+        self.seconds["encode"] += ended - began
+        self.starts.append((index, began, ended))
         if not self._communicator.ordered:
             for _, pending in self._pending.values():
                 pending.ready()  # lets requests progress while backward runs

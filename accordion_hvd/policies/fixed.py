@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from accordion_hvd import averaging, check, compressors
-from accordion_hvd.compressors.dense import Dense
+from accordion_hvd.compressors.dense import FP16, Dense
+from accordion_hvd.compressors.powersgd import PowerSGD
 from accordion_hvd.compressors.scalecom import ScaleCom
 from accordion_hvd.core import spec_strings
 from accordion_hvd.core.base import Compressor
@@ -68,6 +69,44 @@ class Fixed(Policy):
     def __repr__(self) -> str:
         more = {"overrides": self.overrides, "gate": self.gate}
         return self._call(self.compressor, **{name: value for name, value in more.items() if value})
+
+
+class Serving(Policy):
+    """One compressor for each bucket of a side exchange (`engine.rehearsal`).
+
+    Args:
+        policy: policy of the job's exchange.
+        served: bucket -> its compressor.
+        usual: the compressor of all other buckets; default: that of the first in `served`.
+    """
+
+    fixed = True
+
+    def __init__(
+        self, policy: Policy, served: Mapping[str, Compressor], usual: Compressor | None = None
+    ) -> None:
+        super().__init__()
+        self._served, self._usual = served, usual or next(iter(served.values()), Dense())
+        self.scope, self.plain = self._usual.scope, policy.plain
+        if usual is None:
+            self.scope, self.scopes = policy.scope, policy.scopes
+
+    def levels(self, name: str) -> tuple[Compressor, ...]:
+        return (self._served.get(name, self._usual),)
+
+
+def alternatives(served: Iterable[Compressor], more: Iterable[Compressor]) -> list[Compressor]:
+    """Return compressors to compare with those that serve now; `more` are among them.
+
+    They are fp32, fp16 and, where no other compressor serves, `PowerSGD(4)`.
+    """
+    names = {repr(x) for x in served}
+    usual = [Dense(), FP16(), *([PowerSGD(4)] if names <= PLAIN else [])]
+    found = {repr(x): x for x in (*usual, *more)}
+    return [x for name, x in found.items() if names != {name}]
+
+
+PLAIN = {"Dense()", "FP16()", "BF16()"}
 
 
 class StepSchedule(Windowed):

@@ -19,6 +19,7 @@ from accordion_hvd.engine.gradient_averager import GradientAverager
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.layout import TensorInfo, drifting
 from accordion_hvd.engine.membership import Gather, Group
+from accordion_hvd.engine.rehearsal import Pass, in_steps
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.accordion import Alternation
@@ -359,20 +360,27 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
             self._functions.clear()
         if marked in self._functions:
             return True
-        specs = [tf.TensorSpec(t.shape, t.dtype) for t in exchange.tensors]
-        function = tf.function(lambda *given: exchange.traced(*given), autograph=False)
         try:
-            rate, weights = (
-                tf.TensorSpec((), tf.float32),
-                specs if exchange.any_needs_weights else [],
-            )
-            more = [tf.TensorSpec((len(specs),), tf.float32)] if marked else []
-            self._functions[marked] = function.get_concrete_function(specs, rate, weights, *more)
+            self._functions[marked] = _traced(exchange, marked)
         except xp.UntraceableError:
             self._traceable = False
             return False
         self._traced_version = exchange.version
         return True
+
+    def prepare(self, side: TensorFlowExchange) -> Pass:
+        """Return the pass of an exchange that is rehearsed, traced as the job's own."""
+        side.prepare_trace()
+        try:
+            function = _traced(side, False)
+        except xp.UntraceableError:
+            return in_steps(side)
+
+        def run(grads: list[Tensor], ready: Mapping[int, float]) -> None:
+            means = function(grads, tf.constant(0.0), [])
+            means[-1].numpy()  # wait for an accelerator
+
+        return run
 
     # --------------------------------------------------------------------------- sparse gradients
     def _with_sparse(
@@ -455,6 +463,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
 
         def compare(step: Tensor, sums: Tensor) -> Tensor:
             self._run_directly(few_threads())
+            self.rehearses = False  # operations take another time within this call
             self.compare(int(step), sums)
             return step
 
@@ -462,6 +471,19 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
             return call_back(compare, [clock, self.checksums()], [tf.int64])[0]
 
         tf.cond(due, call_compare, lambda: clock)
+
+
+def _traced(exchange: TensorFlowExchange, marked: bool) -> Any:
+    """Trace an exchange; `marked` says whether gradients may be absent.
+
+    Raises:
+        UntraceableError: if an exchange generator reads values.
+    """
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t in exchange.tensors]
+    function = tf.function(lambda *given: exchange.traced(*given), autograph=False)
+    weights = specs if exchange.any_needs_weights else []
+    more = [tf.TensorSpec((len(specs),), tf.float32)] if marked else []
+    return function.get_concrete_function(specs, tf.TensorSpec((), tf.float32), weights, *more)
 
 
 def _usual_gain(variable: Any) -> float:

@@ -274,6 +274,7 @@ class TensorFlowExchange(Exchange):
         while not self.advance():
             pass
         self.close()
+        self.starts = []  # these are times of the tracing
         changed = [
             (dict(entry.stored or {}), dict(entry.evidence), entry.carried)
             for entry in self.bucket_states

@@ -63,13 +63,13 @@ def ledger(rank: Rank) -> Ledger | None:
     return None
 
 
-class FaultySink(Sink):
+class FaultySink:
     """A sink whose calls are places of faults."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
 
-    def write(self, record: Any) -> None:
+    def __call__(self, record: Any) -> None:
         """Pass a place of faults, as `close` does."""
         self._rank.at("sink")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.netbench import accuracy, bench, page, picture, sandbox, trace
+from benchmarks.netbench import accuracy, bench, page, picture, receipts, sandbox, trace
 from benchmarks.netbench.launch import Backend, Job
 from benchmarks.netbench.options import OWNER, Rig
 from benchmarks.report import write_page
@@ -68,8 +68,8 @@ class Pictures:
 
 
 ACTIONS = {
-    "run": Run, "bench": bench.Options, "accuracy": accuracy.Options, "report": Report,
-    "pictures": Pictures,
+    "run": Run, "bench": bench.Options, "accuracy": accuracy.Options, "receipts": receipts.Options,
+    "report": Report, "pictures": Pictures,
 }  # fmt: skip
 
 
@@ -95,7 +95,9 @@ def _act(options: Any, arguments: Sequence[str]) -> int:
         accuracy.fetch(options)
     if not sandbox.inside():
         return sandbox.enter(arguments)
-    work: Any = {Run: run, bench.Options: bench.run, accuracy.Options: accuracy.run}[type(options)]
+    works: dict[Any, Any] = {Run: run, bench.Options: bench.run, accuracy.Options: accuracy.run,
+                             receipts.Options: receipts.run}  # fmt: skip
+    work = works[type(options)]
     return sandbox.run(lambda folder, tag: work(options, folder, tag))
 
 

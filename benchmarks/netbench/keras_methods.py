@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from accordion_hvd.comm import fp16_reduction
-from benchmarks.netbench import contestants
+from benchmarks.netbench import contestants, receipts
 from benchmarks.netbench.contestants import ALONE, COMPILED, GROUPED, HOROVOD, OURS
 
 BATCHES = 32
@@ -70,6 +70,15 @@ class Keras:
         )  # fmt: skip
         ms, cpu_ms = watch.ms(count)
         return {"ms": ms, "cpu_ms": cpu_ms, "loss": history.history["loss"][-1]}
+
+    def receipt(self, method: str, count: int) -> dict[str, Any]:
+        """Return what a job of `count` steps takes, and what its receipt says of others."""
+        model = self._models[method]
+        job = receipts.Job(model.optimizer._averager)
+        after = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: job.stepped())
+        callbacks = [*self._callbacks[method], after]
+        model.fit(self._data, steps_per_epoch=count, verbose=0, shuffle=False, callbacks=callbacks)
+        return job.result()
 
     def warm(self, method: str, count: int) -> None:
         """End a window after each step, so that Accordion leaves its initial critical regime."""

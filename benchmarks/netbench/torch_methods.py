@@ -12,7 +12,7 @@ import torch
 
 from accordion_hvd.comm import fp16_reduction
 from accordion_hvd.resolve import parse
-from benchmarks.netbench import contestants
+from benchmarks.netbench import contestants, receipts
 from benchmarks.netbench.contestants import (
     BETWEEN,
     COMPUTE,
@@ -105,6 +105,11 @@ class Torch:
         if method.startswith(OPTIMIZER) and optimizer.exchange.skipped:
             raise RuntimeError(f"{method!r} diverged: it skipped steps, which send fewer bytes.")
         return {"ms": 1000 * seconds / count, "cpu_ms": 1000 * busy / count, "loss": loss.item()}
+
+    def receipt(self, method: str, count: int) -> dict[str, Any]:
+        """Return what a job of `count` steps takes, and what its receipt says of others."""
+        averager = self._optimizers[method]._averager
+        return receipts.job(averager, count, lambda: self.steps(method, 1))
 
     def warm(self, method: str, count: int) -> None:
         """End a window after each step, so that Accordion leaves its initial critical regime."""

@@ -1138,8 +1138,10 @@ def check_a_ledger_accounts_for_the_time_and_finds_the_slow_rank(a: Any) -> None
             path = ledger.write(shared)
             assert path is not None and "<h2>Ranks</h2>" in path.read_text()
             summary = summarize(files.load(files.ledgers(shared)[0]))
-            assert summary.slowest is not None and summary.slowest.number == slow
-            assert summary.rate > 0 and summary.without(32) is not None
+            assert summary.slowest is not None and summary.slowest.number == slow, summary.ranks
+            assert summary.rates
+            if summary.estimates:  # none where a graph contains the whole step
+                assert summary.estimates["Dense()"].low < pause
         else:
             assert ledger.write(shared) is None
     unrecorded = a.job(PowerSGD(2), ledger=False)

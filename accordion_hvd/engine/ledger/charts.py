@@ -6,8 +6,20 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-WIDTH, LEFT, RIGHT = 900, 130, 12
+WIDTH, LEFT, RIGHT = 400, 92, 12
 """Width of a chart and of its margins, in user units; the page scales charts."""
+
+HATCHES = (
+    "",
+    "M0 6 6 0",
+    "M0 0 6 6M0 6 6 0",
+    "M0 3H6",
+    "M2 3H4",
+    "M3 0V6",
+    "M0 0 6 6",
+    "M0 3H6M3 0V6",
+)
+"""Paths of the hatches that tell colors apart without seeing them, in squares of 6 units."""
 
 INNER = WIDTH - LEFT - RIGHT
 
@@ -103,16 +115,33 @@ def lines(
             kind = "strong" if strong else "dot"
             tip = _tip([name, f"step {step}", text])
             marks.append(
-                f'<circle class="{kind} {color}" cx="{x:.1f}" cy="{y:.1f}" '
+                f'<circle class="{kind} b{color[1:]}" cx="{x:.1f}" cy="{y:.1f}" '
                 f'r="{4 if strong else 2.5}" {tip}/>'
             )
     return _svg(220, [*marks, *_steps(212, last)])
 
 
-def legend(colors: Mapping[str, str]) -> str:
-    """Return the names of colors."""
-    items = (f'<span><i class="{c}"></i>{escape(name)}</span>' for name, c in colors.items())
+def legend(colors: Mapping[str, str], kind: str = "box") -> str:
+    """Return the names of colors, each beside a sample: a "box" or a "line"."""
+    samples = {
+        "box": '<rect class="{}" width="22" height="12"/>',
+        "line": '<polyline class="line {}" points="0,6 22,6"/>',
+    }
+    items = (
+        f'<span><svg viewBox="0 0 22 12">{samples[kind].format(c)}</svg>{escape(name)}</span>'
+        for name, c in colors.items()
+    )
     return f'<p class="legend">{"".join(items)}</p>'
+
+
+def hatches() -> str:
+    """Return the fills of all charts, `h0` to `h7`, for colors `c0` to `c7`."""
+    fills = (
+        f'<pattern id="h{i}" width="6" height="6" patternUnits="userSpaceOnUse">'
+        f'<rect class="b{i}" width="6" height="6"/><path d="{path}"/></pattern>'
+        for i, path in enumerate(HATCHES)
+    )
+    return f'<svg class="fills"><defs>{"".join(fills)}</defs></svg>'
 
 
 # -------------------------------------------------------------------------------------------- marks
@@ -149,7 +178,7 @@ def _tip(lines: Sequence[str]) -> str:
     return f'data-tip="{escape(chr(10).join(lines))}"'
 
 
-def _short(name: str, most: int = 20) -> str:
+def _short(name: str, most: int = 14) -> str:
     return name if len(name) <= most else f"…{name[-most + 1 :]}"
 
 

@@ -8,7 +8,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -68,26 +68,30 @@ class Ledger:
         folder: where rank 0 writes `ledger.json` during the training and `receipt.html` at the end.
             None: the ledger stays in memory; `write` writes it.
         shadow: compressors that encode the gradients of a few steps without sending anything, to
-            show which bytes and errors they would have.
+            show which bytes and errors they would have, and how long a step would take with them.
         price: price of an hour of the job, in any currency, for the receipt.
-        sinks: objects that receive the record of each step, on rank 0.
+        sinks: functions that receive the record of each step, on rank 0. A method `close`, if one
+            has it, is called when rank 0 ends.
 
     Attributes:
         enabled: whether steps are recorded; it may be changed between steps.
         series: sums over steps: `seconds` between the ends of two exchanges, which is the sum of
             `compute` (forward and backward pass, optimizer, input and everything else outside of
             the exchange), `encode`, `wait` (time in which the training thread only waits for
-            messages), `decode`, `decide` (decisions of the policy, comparisons of replicas) and
-            `graph` (an exchange within a graph, whose parts Python cannot time); bytes `sent` and
-            those that a ring allreduce of the gradients sends (`dense`); `flight`, the seconds from
-            the first request of a step to its last result; and `skipped` steps.
+            messages), `decode`, `decide` (decisions of the policy, comparisons of replicas),
+            `graph` (an exchange within a graph, whose parts Python cannot time) and `measure`
+            (rehearsals for the receipt); bytes `sent` and those that a ring allreduce of the
+            gradients sends (`dense`); `flight`, the seconds from the first request of a step to its
+            last result; and `skipped` steps.
         groups: sums of each fusion group (`GROUP`), by its label.
         recent: records of the last steps, the newest last.
         events: changes between steps, such as switched levels.
         tables: numbers of all ranks (`SHARED`), each with the step after which they were gathered.
         samples: errors of compression in some steps.
         job: facts about the job.
-        link: bandwidth and latency of the link; None until they are measured, after ten steps.
+        links: bandwidth and latency of the link, each time that they were measured.
+        rehearsals: seconds of exchanges that were timed beside the training
+            (`engine.rehearsal`), each with the step after which they were.
 
     Raises:
         TypeError: if `folder`, a shadow or a sink has another type.
@@ -107,8 +111,8 @@ class Ledger:
         if price is not None:
             check.at_least(self, "price", price, least=0)
         for sink in sinks:
-            if not isinstance(sink, Sink):
-                raise TypeError(f"Ledger: sink {sink!r} must be a Sink, such as Perfetto(path).")
+            if not callable(sink):
+                raise TypeError(f"Ledger: sink {sink!r} must be callable, such as Perfetto(path).")
         self.enabled = True
         self.folder = None if folder is None else Path(folder)
         self.price, self.sinks = price, tuple(sinks)
@@ -119,7 +123,8 @@ class Ledger:
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
         self.tables: list[tuple[int, list[list[float]]]] = []
         self.job = Job()
-        self.link: Link | None = None
+        self.links: list[Link] = []
+        self.rehearsals: list[dict[str, Any]] = []
         self._connection: tcp.Connection | None = None  # the slowest one
         self._ended = time.perf_counter()  # of the last exchange
         self._parts = dict.fromkeys(PARTS, 0.0)  # of the present step
@@ -236,9 +241,7 @@ class Ledger:
         self.recent.append(record)
         if exchange.communicator.rank == 0:
             self.sinks = tuple(
-                sink
-                for sink in self.sinks
-                if self._spare(f"the sink {type(sink).__name__}", sink.write, record)
+                sink for sink in self.sinks if self._spare(_name(sink), sink, record)
             )
 
     # -------------------------------------------------------------------------- between steps
@@ -264,8 +267,18 @@ class Ledger:
 
     def measured(self, link: Link, slowest: tcp.Connection | None) -> None:
         """Record the link, and this rank's slowest TCP connection during the measurement."""
-        self.link = link
+        self.links = thinned([*self.links, link], TABLES)
         self._connection = slowest or self._connection
+
+    def rehearsed(self, step: int, pause: float, seconds: Mapping[str, Sequence[float]]) -> None:
+        """Record seconds of exchanges that were timed beside the training after a step.
+
+        Args:
+            pause: seconds of them in which gradients were not ready yet.
+            seconds: seconds of each turn, by compressor.
+        """
+        row = {"step": step, "pause": pause, "seconds": seconds}
+        self.rehearsals = thinned([*self.rehearsals, row], TABLES)
 
     def share(self, step: int, table: np.ndarray) -> None:
         """Record the numbers of all ranks after a step; a row per rank.
@@ -302,7 +315,8 @@ class Ledger:
             "ranks": {"columns": list(SHARED), "tables": self.tables},
             "errors": self.samples.as_dict(),
             "gate": self.job.verdict(),
-            "link": None if self.link is None else asdict(self.link),
+            "links": [asdict(link) for link in self.links],
+            "rehearsals": self.rehearsals,
         }
 
     def _has_steps(self) -> bool:
@@ -336,7 +350,7 @@ class Ledger:
     def _end(self) -> None:
         """Write the receipt and close the sinks at the end of the process."""
         for sink in self.sinks:
-            self._spare(f"the sink {type(sink).__name__}", sink.close)
+            self._spare(_name(sink), getattr(sink, "close", int))
         if self.folder is not None and self._writes and self._has_steps():
             self._spare("the receipt", self._end_folder)
 
@@ -344,6 +358,11 @@ class Ledger:
         path = self.write()
         if path is not None:
             logger.info("accordion_hvd: receipt of the communication: %s", path)
+
+
+def _name(sink: Sink) -> str:
+    """Return how messages call a sink: by its class, or a function by its name."""
+    return f"the sink {getattr(sink, '__name__', type(sink).__name__)}"
 
 
 def _sent_over_tcp() -> float:

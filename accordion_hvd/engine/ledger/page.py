@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
@@ -35,6 +36,7 @@ PARTS = {
     "decode": ("c3", "decompressing and averaging what was received"),
     "decide": ("c4", "decisions of the policy, comparisons of replicas"),
     "graph": ("c5", "exchanges within graphs, waiting included"),
+    "measure": ("c7", "rehearsals for this receipt, which are no part of the step"),
 }
 """Color and meaning of each part of the time of a step."""
 
@@ -59,6 +61,7 @@ def page(found: Found) -> str:
     )
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title="Receipt of communication",
+        hatches=charts.hatches(),
         subtitle=escape(subtitle),
         cards="".join(_cards(summary)),
         advice="".join(f"<li>{escape(text)}</li>" for text in advice(summary)),
@@ -70,24 +73,32 @@ def _cards(summary: Summary) -> Iterator[str]:
     yield _card(percent(summary.share), f"of a step of {ms(summary.seconds)} is communication")
     sent = f"{size(summary.sent)} instead of {size(summary.dense)} per step and rank"
     yield _card(f"{summary.ratio:.3g} x", f"fewer bytes: {sent}")
-    bought = summary.bought
-    if bought is not None:
-        saved = f"estimated, against uncompressed gradients at {mbit(summary.rate)}"
-        word = "saved" if bought >= 0 else "lost"
-        yield _card(f"{duration(abs(bought))} {word}", saved)
+    if summary.bought is not None:
+        at = f" at {mbit(statistics.median(summary.rates))}" if summary.rates else ""
+        yield _card(*_gain(summary.bought, duration), f"against uncompressed gradients{at}")
         if summary.price is not None:
-            cost = summary.price * summary.seconds * summary.steps / 3600
-            change = summary.price * bought / 3600
-            yield _card(f"{change:,.4g} {'saved' if bought >= 0 else 'lost'}",
-                        f"in money; the job has cost {cost:,.4g}")  # fmt: skip
+            paid = summary.price * summary.total / 3600
+            low, high = (summary.price * x / 3600 for x in summary.bought)
+            text = f"in money; the job has cost {paid:,.4g}"
+            yield _card(*_gain((low, high), "{:,.4g}".format), text)
     slowest = summary.slowest
     if slowest is not None and len(summary.ranks) > 1:
         more = f"the slowest: works {ms(summary.delay)} longer per step than the median rank"
         yield _card(f"rank {slowest.number}", more)
 
 
-def _card(figure: str, text: str) -> str:
-    return f"<div><b>{escape(figure)}</b><span>{escape(text)}</span></div>"
+def _gain(bounds: tuple[float, float], text: Callable[[float], str]) -> tuple[str, str]:
+    """Return what was gained, as a figure and the words before its explanation."""
+    low, high = bounds
+    if low < 0 < high:
+        return "saved or lost?", f"between {text(-low)} lost and {text(high)} saved, estimated "
+    least, most = sorted(map(abs, bounds))
+    figure = text(least) if text(least) == text(most) else f"{text(least)} to {text(most)}"
+    return f"{figure} {'saved' if high > 0 else 'lost'}", "estimated, "
+
+
+def _card(figure: str, *texts: str) -> str:
+    return f"<div><b>{escape(figure)}</b><span>{escape(''.join(texts))}</span></div>"
 
 
 # ----------------------------------------------------------------------------------------- sections
@@ -166,7 +177,7 @@ def _regimes(found: Found) -> str:
             text = f"norm {row['norm']:.4g}, {row['reason']}"
             rows[row["name"]].append((row["step"], row["norm"], row["level"] == 0, text))
     if rows:
-        parts.append(charts.legend(dict(zip(rows, LEVELS, strict=False))))
+        parts.append(charts.legend(dict(zip(rows, LEVELS, strict=False)), "line"))
         caption = "Evidence of each decision (logarithmic), normally the norm of a window's sum of "
         caption += "gradients. Outlined dots: decisions for low compression."
         parts.append(_figure(charts.lines(rows, LEVELS, steps_of(found)), caption))
@@ -263,9 +274,10 @@ def _notes(found: Found, summary: Summary) -> str:
         "GPUs, a call may return before its kernels have run, so waiting includes their time.",
         "Bytes are counted by a model of ring allreduce and allgather, without headers and without "
         "the engine's control messages. “Sent over TCP” is what the kernel has counted.",
-        "The times of steps without compression and with 16 bits are estimates: messages travel at "
-        "the rate of a large allreduce, measured once, and overlap with computing for as long as "
-        "the job's own. They contain the waiting that bytes and rounds do not explain.",
+        "The times of steps with other exchanges are estimates: from time to time, the job's own "
+        "exchange and the others were run in turn with made-up gradients, and the differences are "
+        "added to the mean step. Ranges are those of four out of five turns, widened by how much "
+        "the mean step has changed during the job.",
     ]  # fmt: skip
     if summary.parts["graph"]:
         texts.append(

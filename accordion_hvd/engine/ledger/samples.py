@@ -51,7 +51,7 @@ class Samples:
         for shadow in shadows:
             if not isinstance(shadow, Compressor):
                 raise TypeError(f"Ledger: shadow {shadow!r} must be a compressor, as PowerSGD(1).")
-            if not _measurable(shadow):
+            if not measurable(shadow):
                 raise ValueError(
                     f"Ledger: shadow {shadow!r} must be a compressor that averages gradients and "
                     "needs neither weights nor a privacy budget, as PowerSGD(1)."
@@ -97,7 +97,7 @@ class Samples:
             if residual is not None:
                 x = x + xp.reshape(residual, xp.shape(part))
             norm, error = xp.norm(x), None
-            if residual is None and _measurable(entry.compressor):
+            if residual is None and measurable(entry.compressor):
                 error, _ = _compress(xp, entry, entry.compressor, x, info)
             self._open[entry.bucket.name] = (norm, error)
             for shadow in self.shadows:
@@ -180,7 +180,7 @@ def _late(compressor: Compressor, info: Info, ranks: int) -> Info:
     return replace(info, phase=phase, rank=0, size=ranks)
 
 
-def _measurable(compressor: Compressor) -> bool:
+def measurable(compressor: Compressor) -> bool:
     """Return whether a compressor can serve a tensor outside of an exchange."""
     plain = compressor.output == "gradient" and compressor.target == "gradient"
     needs = compressor.private or compressor.needs_weights or compressor.topology_aware
@@ -193,7 +193,7 @@ def _number(xp: Any, scalar: Tensor) -> float:
 
 
 # ---------------------------------------------------------------------- sums over consecutive steps
-PARTS = ("compute", "encode", "wait", "decode", "decide", "graph")
+PARTS = ("compute", "encode", "wait", "decode", "decide", "graph", "measure")
 """Parts of the time of a step; they add up to it."""
 
 MOST_ROWS = 512

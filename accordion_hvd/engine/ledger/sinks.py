@@ -5,9 +5,9 @@ from __future__ import annotations
 import abc
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from accordion_hvd import check
 from accordion_hvd.engine.ledger.samples import PARTS
@@ -16,21 +16,14 @@ Record = Mapping[str, Any]
 """One step: its number `step`, the number of `steps` (several, if a graph executes several at
 once), seconds by part, bytes, and its fusion groups with the times of their launch and arrival."""
 
+Sink: TypeAlias = Callable[[Record], object]
+"""Takes the record of each step on rank 0, which it must not modify. A method `close`, if there is
+one, is called at the end of the process."""
+
 MICRO = 1e6  # microseconds in a second
 
 
-class Sink:
-    """Base class of sinks. Rank 0 calls `write` after each step, and `close` when it ends."""
-
-    def write(self, record: Record) -> None:
-        """Take the record of a step; it must not be modified."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Write what is not written yet; further calls have no effect."""
-
-
-class _FileSink(Sink):
+class _FileSink:
     """A sink that writes a text file, which is opened at the first record.
 
     Args:
@@ -49,6 +42,7 @@ class _FileSink(Sink):
         self._file.flush()  # so that a forked child has nothing left to write
 
     def close(self) -> None:
+        """Close the file; further calls have no effect."""
         if self._file is not None and not self._file.closed:
             self._file.close()
 
@@ -56,14 +50,14 @@ class _FileSink(Sink):
 class JsonLines(_FileSink):
     """Write one line of JSON for each step, with its fusion groups."""
 
-    def write(self, record: Record) -> None:
+    def __call__(self, record: Record) -> None:
         self._print(json.dumps(record) + "\n")
 
 
 class CSV(_FileSink):
     """Write a table with one row for each step: seconds by part, and bytes."""
 
-    def write(self, record: Record) -> None:
+    def __call__(self, record: Record) -> None:
         row = {key: value for key, value in record.items() if key not in ("groups", "at")}
         if self._file is None:
             self._print(",".join(row) + "\n")
@@ -78,9 +72,9 @@ class Perfetto(_FileSink):
     passes, because the ledger has sums.
     """
 
-    _ORDER = ("compute", "encode", "decide", "wait", "decode", "graph")
+    _ORDER = ("compute", "encode", "decide", "wait", "decode", "graph", "measure")
 
-    def write(self, record: Record) -> None:
+    def __call__(self, record: Record) -> None:
         start = record["at"] - record["seconds"]
         for part in self._ORDER:
             if record[part] > 0:
@@ -108,7 +102,7 @@ class Perfetto(_FileSink):
 
 
 # -------------------------------------------------------------------------- trackers of experiments
-class Tracker(Sink, abc.ABC):
+class Tracker(abc.ABC):
     """Base class of sinks that log means over some steps.
 
     The values are `accordion/ms` (a step), `accordion/ms <part>` for each part of its time, and
@@ -128,7 +122,7 @@ class Tracker(Sink, abc.ABC):
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log values by name, as of the end of `step`."""
 
-    def write(self, record: Record) -> None:
+    def __call__(self, record: Record) -> None:
         """Add a step, and log the means if they are due."""
         for key in ("seconds", *PARTS, "sent"):
             self._sums[key] = self._sums.get(key, 0.0) + record[key]

@@ -20,6 +20,15 @@ CRITICAL = ("Accordion", "AdaQS")
 UNEVEN, SMALL = 0.1, 0.05
 """Shares from which on a slow rank, and communication, are worth mentioning."""
 
+WARM = 10
+"""Steps that are not typical: connections are made, and graphs are traced."""
+
+EXCHANGE = ("encode", "wait", "decode", "graph")
+"""Parts of the time of a step that an exchange takes."""
+
+DENSE, HALF, OWN = "Dense()", "FP16()", "own"
+"""Names of rehearsed exchanges: two compressors, and the job's own exchange."""
+
 
 @dataclass(frozen=True)
 class Rank:
@@ -47,37 +56,64 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Summary:
-    """The answers of a receipt.
+class Estimate:
+    """What a step with another exchange would take more than one of the job, in seconds.
 
     Attributes:
-        seconds: mean seconds per step.
+        name: the compressor that would serve all tensors.
+        more: the estimate; negative if the other exchange is faster.
+        low, high: its range.
+    """
+
+    name: str
+    more: float
+    low: float
+    high: float
+
+    @property
+    def slower(self) -> bool | None:
+        """Return whether a step would take longer; None if the range spans both answers."""
+        if self.low < 0 < self.high or self.low == self.high == 0:
+            return None
+        return self.low >= 0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The answers of a receipt. Means are those of the steps after the first `WARM` ones.
+
+    Attributes:
+        steps: number of all steps.
+        total: seconds of all steps.
+        seconds: mean seconds per step, without rehearsals.
         parts: mean seconds per step of each part of the time.
         sent, dense: bytes that a rank sends per step, and would send uncompressed.
         ranks: the ranks; empty if replicas were never compared.
-        rate: bytes per second that a rank sends in a large allreduce; 0 if it is not known.
-        latency: seconds of a small allreduce.
-        rounds: messages per step that follow one another, each of which costs the latency.
-        overlap: seconds per step in which messages travel while the training thread computes.
+        rates: bytes per second that a rank sends in a large allreduce, each time that they were
+            measured.
+        exchange: seconds per step that the training thread spends on the exchange.
+        alone: the same in rehearsals; None without rehearsals.
+        estimates: other exchanges, by compressor; empty without rehearsals.
         price: price of an hour of the job; None if it is not known.
     """
 
     steps: int
+    total: float
     seconds: float
     parts: Mapping[str, float]
     sent: float
     dense: float
     ranks: Sequence[Rank]
-    rate: float
-    latency: float
-    rounds: float
-    overlap: float
+    rates: Sequence[float]
+    exchange: float
+    alone: float | None
+    estimates: Mapping[str, Estimate]
     price: float | None
 
     @property
     def communication(self) -> float:
         """Return the seconds per step that the training thread spends on communication."""
-        return sum(value for part, value in self.parts.items() if part != "compute")
+        return self.exchange + self.parts["decide"]
 
     @property
     def share(self) -> float:
@@ -90,36 +126,13 @@ class Summary:
         return self.dense / self.sent if self.sent else 1.0
 
     @property
-    def explained(self) -> float:
-        """Return the seconds of waiting per step that the link explains, an estimate.
+    def bought(self) -> tuple[float, float] | None:
+        """Return the range of the seconds of the whole job that compression has saved.
 
-        Ranks that come late, and cores that are busy, cause the rest of the waiting.
+        None if it is not known, or if nothing is compressed.
         """
-        if not self.rate:
-            return self.parts["wait"]
-        flight = self.sent / self.rate + self.rounds * self.latency
-        return min(self.parts["wait"], max(0.0, flight - self.overlap))
-
-    def without(self, bits: int) -> float | None:
-        """Return the seconds of a step that sends all elements with 32 or 16 bits, an estimate.
-
-        Messages travel at `rate`, overlap with computing for as long as the measured ones, and need
-        no time for encoding. Waiting that the link does not explain remains.
-
-        Returns:
-            None if no rate is known.
-        """
-        if not self.rate:
-            return None
-        flight = self.dense * bits / 32 / self.rate + self.latency
-        others = self.parts["wait"] - self.explained
-        return self.parts["compute"] + others + max(0.0, flight - self.overlap)
-
-    @property
-    def bought(self) -> float | None:
-        """Return the seconds of the whole job that compression has saved; None if not known."""
-        dense = self.without(32)
-        return None if dense is None else (dense - self.seconds) * self.steps
+        dense = self.estimates.get(DENSE)
+        return None if dense is None else (dense.low * self.steps, dense.high * self.steps)
 
     @property
     def slowest(self) -> Rank | None:
@@ -141,23 +154,72 @@ class Summary:
 
 
 def summarize(found: Found) -> Summary:
-    columns = {name: sum(values) for name, values in found["steps"].items()}
+    every = found["steps"]
+    rows = _typical(every)
+    columns = {name: sum(row[name] for row in rows) for name in every}
     parts, steps = _parts(columns), max(columns["steps"], 1.0)
-    link = found["link"] or {"bandwidth": 0.0, "latency": 0.0}
-    flight = columns["flight"] / steps
+    exchange = sum(parts[part] for part in EXCHANGE)
+    alone = [x - row["pause"] for row in found["rehearsals"] for x in row["seconds"][OWN]]
     return Summary(
-        steps=int(columns["steps"]),
-        seconds=columns["seconds"] / steps,
+        steps=int(sum(every["steps"])),
+        total=sum(every["seconds"]),
+        seconds=sum(parts.values()) - parts["measure"],
         parts=parts,
         sent=columns["sent"] / steps,
         dense=columns["dense"] / steps,
         ranks=_ranks(found),
-        rate=link["bandwidth"],
-        latency=link["latency"],
-        rounds=max((g["rounds"] / g["steps"] for g in found["groups"].values()), default=1.0),
-        overlap=max(0.0, flight - parts["wait"] - parts["decode"] - parts["graph"]),
+        rates=[link["bandwidth"] for link in found["links"]],
+        alone=statistics.median(alone) if alone else None,
+        exchange=exchange,
+        estimates=_estimates(found, _wander(rows), exchange),
         price=found["job"]["price"],
     )
+
+
+def _typical(columns: Mapping[str, Sequence[float]]) -> list[dict[str, float]]:
+    """Return the windows after the first `WARM` steps, or all if there are no others."""
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    ends = itertools.accumulate(row["steps"] for row in rows)
+    return [row for row, end in zip(rows, ends, strict=True) if end - row["steps"] >= WARM] or rows
+
+
+def _wander(rows: Sequence[Mapping[str, float]]) -> float:
+    """Return by how much the mean step of an eighth of the job differs from another's, in seconds.
+
+    It is half the distance of their quartiles, so that single long pauses do not count.
+    """
+    size = -(-len(rows) // 8)
+    blocks = [rows[i : i + size] for i in range(0, len(rows), size)]
+    means = [
+        sum(row["seconds"] - row["measure"] for row in block) / sum(row["steps"] for row in block)
+        for block in blocks
+    ]
+    if len(means) < 4:
+        return 0.0
+    first, _, third = statistics.quantiles(means, n=4)
+    return (third - first) / 2
+
+
+def _estimates(found: Found, wander: float, exchange: float) -> dict[str, Estimate]:
+    """Return what steps with other exchanges would take more, by the rehearsals.
+
+    Turns of one rehearsal followed one another, so each is compared with the job's own exchange in
+    the same turn. The range is that of four out of five turns, widened by `wander`. No exchange can
+    save more than the seconds that the job's own takes.
+    """
+    turns: dict[str, list[float]] = {}
+    for row in found["rehearsals"]:
+        own = row["seconds"][OWN]
+        for name, seconds in row["seconds"].items():
+            if name != OWN:
+                more = [other - mine for other, mine in zip(seconds, own, strict=True)]
+                turns.setdefault(name, []).extend(more)
+    estimates = {}
+    for name, more in turns.items():
+        low, *_, high = statistics.quantiles(more * 2, n=10, method="inclusive")  # also of one turn
+        bounds = (statistics.median(more), low - wander, high + wander)
+        estimates[name] = Estimate(name, *(max(x, -exchange) for x in bounds))
+    return estimates
 
 
 def _ranks(found: Found) -> list[Rank]:
@@ -251,30 +313,53 @@ def _about_share(summary: Summary) -> str:
         f"The training thread waits for messages in {ms(parts['wait'])} of a step of {step} "
         f"({percent(parts['wait'] / summary.seconds)})"
     )
-    others = parts["wait"] - summary.explained
-    if others < SMALL * summary.seconds:
+    if summary.alone is None or summary.exchange - summary.alone < SMALL * summary.seconds:
         return f"{text}, which is the most that fewer bytes or a faster network could save."
     return (
-        f"{text}. Its bytes need {ms(summary.sent / summary.rate)}, its {summary.rounds:.3g} "
-        f"rounds of messages {ms(summary.rounds * summary.latency)}; in the rest, ranks wait for "
-        "each other or for a free core."
+        f"{text}. The exchange takes {ms(summary.alone)} where all ranks begin it together; in the "
+        "rest, ranks wait for each other or for a free core."
     )
 
 
 def _about_compression(summary: Summary) -> str:
-    dense, half = summary.without(32), summary.without(16)
-    if dense is None or half is None:
-        return "The network was not measured, so no uncompressed step can be estimated."
-    rate = f"At the measured {mbit(summary.rate)}"
-    if summary.ratio < 1.05:
-        return f"{rate}, 16 bits would make a step take an estimated {ms(half)}."
-    pays = "compression pays"
-    if half <= 1.02 * summary.seconds:
-        pays = "16 bits would do" if dense > 1.02 * summary.seconds else "compression does not pay"
+    if not summary.estimates:
+        return "Exchanges were not rehearsed, so no other job can be estimated."
+    texts = [f"{between(summary, x)} {_without(x)}" for x in summary.estimates.values()]
+    listed = ", ".join(texts[:-1]) + (" and " if texts[1:] else "") + texts[-1]
     return (
-        f"{rate}, a step would take an estimated {ms(dense)} uncompressed and {ms(half)} with 16 "
-        f"bits, instead of {ms(summary.seconds)}: {pays}."
+        f"A step would take an estimated {listed}, instead of {ms(summary.seconds)}: "
+        f"{_verdict(summary.estimates)}."
     )
+
+
+def _without(estimate: Estimate) -> str:
+    usual = {DENSE: "without compression", HALF: "with 16 bits"}
+    return usual.get(estimate.name, f"with {estimate.name}")
+
+
+def between(summary: Summary, estimate: Estimate) -> str:
+    """Return the range of a step's duration with another exchange, as text."""
+    low, high = (ms(summary.seconds + x) for x in (estimate.low, estimate.high))
+    return low if low == high else f"{low} to {high}"
+
+
+def _verdict(estimates: Mapping[str, Estimate]) -> str:
+    dense, half = estimates.get(DENSE), estimates.get(HALF)
+    if dense is None:  # nothing is compressed
+        faster = [_without(x) for x in estimates.values() if x.slower is False]
+        unclear = [_without(x) for x in estimates.values() if x.slower is None]
+        if not faster and unclear:
+            return f"the measurements cannot tell whether steps {' or '.join(unclear)} are faster"
+        return f"steps {' or '.join(faster)} are faster" if faster else "compression would not pay"
+    if dense.slower is None:
+        return "the measurements cannot tell whether compression pays"
+    if not dense.slower:
+        return "compression does not pay"
+    if half is None or half.slower:
+        return "compression pays"
+    if half.slower is False:
+        return "16 bits would be faster"
+    return "compression pays, but the measurements cannot tell whether 16 bits would be faster"
 
 
 def _about_ranks(summary: Summary) -> str:

@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
-from accordion_hvd.engine.ledger import files
+from accordion_hvd.engine.ledger import charts, files
 from accordion_hvd.engine.ledger.ledger import SHARED
-from accordion_hvd.engine.ledger.page import page
+from accordion_hvd.engine.ledger.page import LEVELS, LINES, TEMPLATE, page
 from accordion_hvd.engine.ledger.samples import PARTS
 from accordion_hvd.engine.ledger.summary import (
+    DENSE,
+    HALF,
     advice,
     critical,
     duration,
@@ -37,7 +41,8 @@ def records(**changes: Any) -> dict[str, Any]:
     """Return 400 steps of 100 ms on 3 ranks: 60 compute, 5 encode, 30 wait, 4 decode, 1 decide."""
     per_step = {
         "compute": 0.06, "encode": 0.005, "wait": 0.03, "decode": 0.004, "decide": 0.001,
-        "graph": 0.0, "seconds": 0.1, "sent": 1e6, "dense": 20e6, "flight": 0.054, "skipped": 0.0,
+        "graph": 0.0, "measure": 0.0, "seconds": 0.1, "sent": 1e6, "dense": 20e6,
+        "flight": 0.054, "skipped": 0.0,
     }  # fmt: skip
     windows = 100
     series = {"steps": [STEPS / windows] * windows}
@@ -79,9 +84,16 @@ def records(**changes: Any) -> dict[str, Any]:
             "shadows": {"FP16()": {"norm": 4.0, "error": 4e-8, "sent": 10.0, "dense": 20.0}},
         },
         "gate": "",
-        "link": {"bandwidth": 2.5e7, "latency": 0.001},
+        "links": [{"bandwidth": 2.5e7, "latency": 0.001}],
+        "rehearsals": [
+            rehearsal(own=[0.05, 0.052, 0.051], **{DENSE: [0.85, 0.9, 0.8], HALF: [0.4, 0.4, 0.4]}),
+        ],
     }  # fmt: skip
     return copy.deepcopy(found | changes)
+
+
+def rehearsal(pause: float = 0.02, **seconds: list[float]) -> dict[str, Any]:
+    return {"step": 10, "pause": pause, "seconds": seconds}
 
 
 def facts(dense: int) -> dict[str, Any]:
@@ -104,25 +116,92 @@ def decision(step: int, name: str, level: int) -> dict[str, Any]:
 def test_answers():
     summary = summarize(records())
     assert summary.seconds == pytest.approx(0.1) and summary.share == pytest.approx(0.4)
-    assert summary.ratio == pytest.approx(20)
-    assert summary.overlap == pytest.approx(0.054 - 0.03 - 0.004)
-    # 1 MB at 25 MB/s is 0.04 s, and two rounds are 0.002 s; 0.02 s overlap
-    assert summary.explained == pytest.approx(0.022)
-    # 20 MB are 0.8 s; 0.001 s latency; 0.06 s compute; 0.008 s of waiting for other ranks
-    assert summary.without(32) == pytest.approx(0.06 + 0.8 + 0.001 - 0.02 + 0.008)
-    assert summary.without(16) == pytest.approx(0.06 + 0.4 + 0.001 - 0.02 + 0.008)
-    assert summary.bought == pytest.approx((0.849 - 0.1) * 400)
+    assert summary.ratio == pytest.approx(20) and summary.total == pytest.approx(40)
+    assert summary.exchange == pytest.approx(0.039) and summary.alone == pytest.approx(0.031)
     assert summary.slowest.number == 2 and summary.delay == pytest.approx(0.03)
     assert summary.thinnest.number == 2 and summary.thinnest.peer == "10.77.0.3"
 
 
+def test_an_estimate_is_the_step_and_what_the_exchange_takes_more():
+    dense, half = summarize(records()).estimates.values()
+    assert dense.more == pytest.approx(0.8) and half.more == pytest.approx(0.349)
+    assert (dense.low, dense.high) == (pytest.approx(0.749), pytest.approx(0.848))
+    assert dense.slower and half.slower
+    low, high = summarize(records()).bought
+    assert (low, high) == (pytest.approx(400 * dense.low), pytest.approx(400 * dense.high))
+
+
+def uncompressed(**changes: Any) -> dict[str, Any]:
+    found = records(**changes)
+    found["steps"]["sent"] = found["steps"]["dense"]
+    return found
+
+
+def test_a_job_without_compression_neither_saves_nor_loses():
+    """It is its own estimate, whatever packing and unpacking take."""
+    found = uncompressed(rehearsals=[rehearsal(own=[0.05, 0.09], **{HALF: [0.04, 0.1]})])
+    summary, text = summarize(found), page(found)
+    assert summary.bought is None and set(summary.estimates) == {HALF}
+    assert "saved</b>" not in text and "lost</b>" not in text and "lost?" not in text
+    assert "without compression" not in advice(summary)[1]
+
+
+@given(
+    st.lists(st.tuples(*[st.floats(0, 1)] * 3), min_size=1, max_size=9),
+    st.sampled_from([0.0, 0.01, 0.1]),
+)
+def test_what_takes_longer_is_never_estimated_faster(turns, pause):
+    """That includes what sends more bytes on one link."""
+    own, faster, more = (list(x) for x in zip(*turns, strict=True))
+    slower = [a + b for a, b in zip(faster, more, strict=True)]
+    row = rehearsal(pause, own=own, faster=faster, slower=slower, same=own)
+    found = summarize(records(rehearsals=[row])).estimates
+    for bound in ("more", "low", "high"):
+        assert getattr(found["faster"], bound) <= getattr(found["slower"], bound)
+    assert found["same"].more == found["same"].low == found["same"].high == 0
+    assert found["same"].slower is None
+
+
+def test_a_range_that_spans_both_answers_is_none():
+    found = records(rehearsals=[rehearsal(own=[0.05, 0.05], **{DENSE: [0.04, 0.06]})])
+    assert summarize(found).estimates[DENSE].slower is None
+    assert "cannot tell whether compression pays" in advice(summarize(found))[1]
+    assert "saved or lost?" in page(found)
+
+
+def test_ranges_contain_how_much_the_job_changes():
+    """Each eighth of the job has another mean step; single long pauses do not count."""
+    calm, restless, paused = records(), records(), records()
+    for window in range(100):
+        restless["steps"]["compute"][window] *= 1 + 0.5 * (window // 25 % 2)
+    paused["steps"]["compute"][50] *= 100
+    for found in (restless, paused):
+        steps = found["steps"]
+        steps["seconds"] = [sum(x) for x in zip(*(steps[p] for p in PARTS), strict=True)]
+    ranges = [summarize(x).estimates[DENSE] for x in (calm, restless, paused)]
+    widths = [estimate.high - estimate.low for estimate in ranges]
+    assert widths[1] == pytest.approx(widths[0] + 0.03, rel=0.1)
+    assert widths[2] == pytest.approx(widths[0])
+
+
+def test_first_steps_and_rehearsals_are_no_part_of_a_step():
+    found = records()
+    steps = found["steps"]
+    steps["compute"][:2] = [40.0, 40.0]  # 8 steps, in which graphs are traced
+    steps["compute"][2] += 40.0  # steps 9 to 12
+    steps["measure"][50] = 2.0
+    steps["seconds"] = [sum(x) for x in zip(*(steps[p] for p in PARTS), strict=True)]
+    summary = summarize(found)
+    assert summary.seconds == pytest.approx(0.1) and summary.total == pytest.approx(161.52)
+
+
 def test_without_measurements_nothing_is_claimed():
-    found = records(link=None)
+    found = records(links=[], rehearsals=[])
     found["ranks"]["tables"] = []
     summary = summarize(found)
-    assert summary.without(32) is None and summary.bought is None
+    assert summary.estimates == {} and summary.bought is None
     assert summary.slowest is None and summary.thinnest is None
-    assert "not measured" in advice(summary)[1] and "not compared" in advice(summary)[2]
+    assert "not rehearsed" in advice(summary)[1] and "not compared" in advice(summary)[2]
     assert "saved" not in page(found) and "Ranks</h2>" not in page(found)
 
 
@@ -153,7 +232,7 @@ def seconds(found: dict[str, Any], **parts: float) -> dict[str, Any]:
         ({"compute": 0.1, "wait": 0.001}, "would save hardly anything"),
         (
             {"compute": 0.05, "wait": 0.05},
-            "in 50 ms of a step of 100 ms.*bytes need 40 ms, its 2 r.* 2 ms",
+            "in 50 ms of a step of 100 ms.*takes 31 ms where all ranks",
         ),
         ({"compute": 0.05, "encode": 0.04, "wait": 0.01}, "cheaper compressor could be faster"),
         ({"compute": 0.05, "graph": 0.05}, "graphs do not show"),
@@ -164,15 +243,30 @@ def test_advice_names_the_largest_part(parts, sentence):
 
 
 @pytest.mark.parametrize(
-    ("bandwidth", "sentence"),
+    ("dense", "half", "sentence"),
     [
-        (2.5e7, "compression pays"),
-        (4e8, "16 bits would do"),
-        (1e9, "compression does not pay"),
+        (0.9, 0.4, "949 ms without compression and 449 ms with 16 bits, instead of 100 ms: compr"),
+        (0.9, 0.04, "16 bits would be faster"),
+        (0.9, 0.051, "pays, but the measurements cannot tell whether 16 bits"),
+        (0.051, 0.04, "cannot tell whether compression pays"),
+        (0.04, 0.04, "compression does not pay"),
     ],
 )
-def test_advice_about_16_bits(bandwidth, sentence):
-    found = records(link={"bandwidth": bandwidth, "latency": 0.0})
+def test_advice_about_16_bits(dense, half, sentence):
+    found = records(rehearsals=[rehearsal(own=[0.051], **{DENSE: [dense], HALF: [half]})])
+    assert sentence in advice(summarize(found))[1]
+
+
+@pytest.mark.parametrize(
+    ("half", "sentence"),
+    [
+        ([0.02, 0.02], "steps with 16 bits are faster"),
+        ([0.02, 0.06], "cannot tell whether steps with 16 bits are faster"),
+        ([0.06, 0.06], "compression would not pay"),
+    ],
+)
+def test_advice_without_compression(half, sentence):
+    found = uncompressed(rehearsals=[rehearsal(own=[0.05, 0.05], **{HALF: half})])
     assert sentence in advice(summarize(found))[1]
 
 
@@ -231,10 +325,21 @@ def test_the_page_stands_alone_and_answers():
     assert not structure.links and structure.tips > 100
     text = " ".join(structure.text)
     for answer in (
-        "40.0 %", "20 x", "all 2 layers", "rank 2", "with 16 bits", "80 Mbit/s", "4.99 min saved",
-        "0.2996 saved", "not finite", "the number of ranks became 3", "60 %", "0.01 %",
+        "40.0 %", "20 x", "all 2 layers", "rank 2", "with 16 bits", "80 Mbit/s",
+        "4.99 min to 5.65 min saved", "0.2996 to 0.3392 saved", "not finite",
+        "the number of ranks became 3", "60 %", "0.01 %",
     ):  # fmt: skip
         assert answer in text, answer
+
+
+def test_charts_need_neither_color_nor_a_wide_screen():
+    """Colors have hatches or dashes, and texts of 11 units are 10 px on a screen of 400 px."""
+    text, template = page(records()), TEMPLATE.read_text()
+    assert set(re.findall(r'<svg viewBox="0 0 (\d+)', text)) == {"22", str(charts.WIDTH)}
+    assert charts.WIDTH <= 400 and "font-size: 11px" in template and "min-width" not in template
+    assert len(set(charts.HATCHES)) == len(charts.HATCHES) == 8
+    lines = [re.findall(rf"[.]line[.]{c} {{ ([^}}]*)}}", template) for c in LEVELS[:LINES]]
+    assert len({re.sub(r"stroke: [^;]*;", "", *found) for found in lines}) == LINES
 
 
 def test_names_cannot_add_markup():

@@ -32,9 +32,9 @@ RECORDS = [record(step, 100 + 0.1 * step) for step in range(1, 21)]
 
 def fill(sink: Any) -> None:
     for row in RECORDS:
-        sink.write(row)
-    sink.close()
-    sink.close()
+        sink(row)
+    for _ in range(2):
+        getattr(sink, "close", int)()
 
 
 def test_lines_of_json(tmp_path):
