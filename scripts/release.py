@@ -38,9 +38,6 @@ def build(folder: Path) -> list[Path]:
     """
     listed = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
     names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    hook = (
-        "import sys; from setuptools import build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
-    )
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         source, out = Path(temporary) / "source", Path(temporary) / "out"

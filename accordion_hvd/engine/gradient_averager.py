@@ -292,7 +292,7 @@ class GradientAverager(Member[E]):
         measuring = time.perf_counter()
         ledger.add("decide", measuring - began)
         if due and self.communicator.size > 1:
-            prepare = self.prepare if self.rehearses else None
+            prepare = self.prepare if self.rehearses and ledger.rehearses else None
             self._rehearsals.hold(self.exchange, ledger, prepare)
             ledger.add("measure", time.perf_counter() - measuring)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from accordion_hvd import EFSignSGD, Fixed, Ledger, TopK
 from accordion_hvd.engine import rehearsal
 from accordion_hvd.engine.gradient_averager import EVERY, FIRST
 from accordion_hvd.engine.guard import Guard
+from accordion_hvd.engine.ledger import as_ledger
 from accordion_hvd.engine.ledger.summary import DENSE, HALF, OWN, summarize
 from accordion_hvd.simulation.one_process import Hub
 
@@ -73,6 +75,17 @@ def test_rehearsals_change_no_mean_and_no_byte(compression: str) -> None:
     sent = [ranks[0].exchange.stats()["sent"] for ranks in (watched, plain)]
     assert sent[0] == sent[1]
     assert watched[0].communicator.native_fp16_allreduce is None
+
+
+def test_nothing_is_rehearsed_for_a_ledger_that_nobody_has_asked_for(tmp_path: Path) -> None:
+    """Nor if some rank has not asked; the link is measured anyway."""
+    assert not as_ledger(None).rehearses
+    assert all(as_ledger(x).rehearses for x in (True, Ledger(), tmp_path / "ledger"))
+    ranks = averagers(Hub(2), "dense", guard=Guard())
+    train(ranks, 1)
+    ranks[1].exchange.ledger.rehearses = False
+    train(ranks, FIRST + EVERY)
+    assert options(ranks) == [] and len(ranks[0].exchange.ledger.links) == 1
 
 
 def test_shadows_are_rehearsed_if_all_ranks_have_them() -> None:

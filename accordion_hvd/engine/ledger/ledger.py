@@ -75,6 +75,7 @@ class Ledger:
 
     Attributes:
         enabled: whether steps are recorded; it may be changed between steps.
+        rehearses: whether exchanges are rehearsed; False for a ledger that nobody has asked for.
         series: sums over steps: `seconds` between the ends of two exchanges, which is the sum of
             `compute` (forward and backward pass, optimizer, input and everything else outside of
             the exchange), `encode`, `wait` (time in which the training thread only waits for
@@ -113,7 +114,7 @@ class Ledger:
         for sink in sinks:
             if not callable(sink):
                 raise TypeError(f"Ledger: sink {sink!r} must be callable, such as Perfetto(path).")
-        self.enabled = True
+        self.enabled = self.rehearses = True
         self.folder = None if folder is None else Path(folder)
         self.price, self.sinks = price, tuple(sinks)
         self.samples = Samples([shadow] if isinstance(shadow, Compressor) else list(shadow))
@@ -402,6 +403,7 @@ def as_ledger(ledger: LedgerOption) -> Ledger:
         if ledger.job.begun:
             raise ValueError("Ledger: this ledger serves another optimizer already; make another.")
         return ledger
+    asked = ledger is True
     if ledger is None or ledger is True:
         ledger = os.environ.get(VARIABLE) or None
     if ledger is False or ledger == OFF:
@@ -409,7 +411,9 @@ def as_ledger(ledger: LedgerOption) -> Ledger:
         off.enabled = False
         return off
     if ledger is None or isinstance(ledger, str | os.PathLike):
-        return Ledger(ledger)
+        made = Ledger(ledger)
+        made.rehearses = asked or ledger is not None
+        return made
     raise TypeError(
         f"DistributedOptimizer: ledger is {ledger!r}, but must be a Ledger, a folder or False."
     )
