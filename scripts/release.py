@@ -8,7 +8,6 @@ runs some of the tests with them. Environments are temporary; Horovod's wheel is
 
 from __future__ import annotations
 
-import argparse
 import configparser
 import os
 import re
@@ -154,16 +153,15 @@ def try_lowest(archive: Path) -> None:
         environment.run(["python", "-m", "pytest", *words, "-m", "not nightly", *chosen])
 
 
-def main() -> None:
-    """Build, and try what is asked for."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", choices=("build", "try", "lowest"))
-    parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(EXTRAS)}")
-    arguments = parser.parse_args()
+def main(words: Sequence[str]) -> None:
+    """Build, and try what is asked for: `build`, `try [kind ...]` or `lowest`."""
+    what, kinds = words[0] if words else "", words[1:]
+    if what not in ("build", "try", "lowest") or set(kinds) - EXTRAS.keys():
+        sys.exit(f"release.py: write build, try or lowest; after try, any of {', '.join(EXTRAS)}.")
     archives = build(ROOT / "dist")
-    if arguments.what == "lowest":
+    if what == "lowest":
         return try_lowest(archives[1])
-    for kind in (arguments.kinds or EXTRAS) if arguments.what == "try" else ():
+    for kind in (kinds or EXTRAS) if what == "try" else ():
         with tempfile.TemporaryDirectory(prefix=f"{kind}-") as folder:
             environment = Environment(Path(folder), sys.executable, tested())
             for archive in archives:
@@ -175,4 +173,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -181,9 +181,8 @@ def main(names: dict[str, Any]) -> None:
 
 def run(checks: Mapping[str, Callable[[], None]]) -> None:
     """Run checks in their order; end the process with status 1 if one fails."""
-    if "tensorflow" in sys.modules and not os.environ.get("ALL_TESTS"):
-        import tensorflow as tf
-
+    tf = sys.modules.get("tensorflow")  # an import here would put all scripts' ranks on its server
+    if tf is not None and not os.environ.get("ALL_TESTS"):
         # A check runs a graph a few times. To rewrite it takes a quarter of the check's CPU time.
         tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     for name, function in checks.items():
