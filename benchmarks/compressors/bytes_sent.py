@@ -28,7 +28,7 @@ SHAPE = (500, 400)
 
 RANKS = (2, 4, 16, 64)
 MANY = 1024
-"""Ranks whose bytes are those of recorded requests, since so many are not simulated."""
+"""Number of ranks whose requests are recorded, since their simulation would be large."""
 
 
 @functools.cache

@@ -56,7 +56,7 @@ BETAS, DECAY, WARMUP, CLIP = (0.9, 0.95), 0.1, 1 / 6, 1.0
 """Settings of AdamW; the fraction of all steps in which the rate rises; the largest norm."""
 
 BLOCK, HELD = 8192, 10
-"""Bytes of a block of text; one block of so many is held out."""
+"""Bytes of a block of text; number of blocks of which the last one is held out."""
 
 JUDGED = 256
 """Pieces of the text that is held out on which the loss is measured."""
@@ -75,7 +75,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Method:
-    """What ranks exchange.
+    """A kind of exchange, and how its tuning begins.
 
     Attributes:
         make: returns a compressor or policy (ranks exchange gradients for AdamW), an update rule
@@ -171,7 +171,7 @@ class Bytes:
     uses: Counter[tuple[Compressor, tuple[int, ...]]] = field(default_factory=Counter)
 
     def on(self, ranks: int) -> float:
-        """Return the bytes that one of so many ranks sends."""
+        """Return the bytes that a rank sends if `ranks` ranks take part."""
         return sum(_sent(*use, ranks) * steps for use, steps in self.uses.items())
 
 

@@ -29,7 +29,7 @@ TUNING = 0
 """Seed of the trainings that choose a method's rate; they are not reported."""
 
 SEEDS = (1, 2, 3)
-"""Seeds of the trainings that are reported, at that rate."""
+"""Seeds of the trainings that are reported; they have the best rate."""
 
 RATES = (2.0**-14, 2.0**-3)
 """Learning rates beyond which tuning does not go."""

@@ -158,6 +158,19 @@ def check_accordion_switches() -> None:
     state.end_window()
 
 
+def check_exchanges_are_rehearsed() -> None:
+    """For a ledger that was asked for, replicas time other exchanges; weights do not change."""
+    found = []
+    for ledger in (True, False):
+        model, state = sharded(network(), PowerSGD(2), guard_every=2, ledger=ledger)
+        train(model, range(12))
+        assert_same(model)
+        found.append(weights(model))
+        names = [set(row["seconds"]) for row in state.exchange.ledger.rehearsals]
+        assert names == ([{"own", "Dense()", "FP16()"}] if ledger else []), names
+    assert torch.equal(*found)
+
+
 def check_displacement_with_adam() -> None:
     model, _ = sharded(network())
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)

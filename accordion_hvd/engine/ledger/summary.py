@@ -57,7 +57,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step with another exchange would take more than one of the job, in seconds.
+    """The seconds by which a step with another exchange would exceed one of the job.
 
     Attributes:
         name: the compressor that would serve all tensors.
@@ -323,7 +323,7 @@ def _about_share(summary: Summary) -> str:
 
 def _about_compression(summary: Summary) -> str:
     if not summary.estimates:
-        return "Exchanges were not rehearsed, so no other job can be estimated."
+        return "Exchanges were not rehearsed, so no other job can be estimated: see docs/ledger.md."
     texts = [f"{between(summary, x)} {_without(x)}" for x in summary.estimates.values()]
     listed = ", ".join(texts[:-1]) + (" and " if texts[1:] else "") + texts[-1]
     return (
