@@ -32,7 +32,7 @@ from pathlib import Path
 
 HOROVOD_VERSION = "0.28.1"
 SOURCE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-PATCH = Path(__file__).with_name("horovod.patch")
+PATCH = Path(__file__).resolve().with_name("horovod.patch")  # patch runs in another folder
 RECIPE = 4  # increase it when the build environment changes, to invalidate old wheels
 # What is installed already is used as it is; what is missing is installed in the tested version.
 RUN_NEEDS = (

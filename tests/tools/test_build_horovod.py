@@ -1,4 +1,5 @@
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -52,6 +53,14 @@ def stand_in_source(folder):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text("# before\n" + "# between\n".join([*parts, ""]))
     return folder
+
+
+def test_the_patch_is_found_from_every_folder(tmp_path, monkeypatch):
+    """`make setup` runs the module by a path that is relative to the clone."""
+    monkeypatch.chdir(ROOT)
+    names = runpy.run_path("accordion_hvd/tools/build_horovod.py")
+    monkeypatch.chdir(tmp_path)
+    assert names["PATCH"].read_bytes() == bh.PATCH.read_bytes()
 
 
 def apply_patch(source, log):
