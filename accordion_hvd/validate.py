@@ -14,7 +14,6 @@ from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.core.base import RESIDUAL_DTYPES
 from accordion_hvd.optimizers.base import UpdateRule
 from accordion_hvd.policies import Policy
-from accordion_hvd.policies.privacy_accountant import PrivacyAccountant, per_sample
 from accordion_hvd.resolve import Resolved, is_ours
 
 OWNER = "DistributedOptimizer"
@@ -108,7 +107,7 @@ def check_adasum(compression: Any) -> None:
 def check_passes(passes: Any, policy: Policy | None = None) -> None:
     """Raise ValueError for a number of backward passes that is not allowed, or not by `policy`."""
     check.integer(OWNER, "backward_passes_per_step", passes, least=1)
-    if policy is not None and per_sample(policy) and passes != 1:
+    if policy is not None and policy.scope == "samples" and passes != 1:
         raise ValueError(
             f"backward_passes_per_step is {passes}, but must be 1 with {policy!r}: the gradients "
             "of single contributors cannot be accumulated."
@@ -126,8 +125,8 @@ def _check_without_steps(resolved: Resolved, use: Use) -> None:
 
 
 def _check_levels(policy: Policy, use: Use) -> None:
-    if policy.target != "gradient":
-        check.refuse(use.owner, "compression", policy, "one whose target is the gradient")
+    if policy.output == "model":
+        check.refuse(use.owner, "compression", policy, "one that averages gradients")
     if policy.output != "update":
         return
     rules = [level for level in policy.levels("") if isinstance(level, UpdateRule)]
@@ -161,7 +160,7 @@ def _check_evidence(policy: Policy, use: Use) -> None:
 
 
 def _check_private(policy: Policy, use: Use) -> None:
-    if policy.observers.find(PrivacyAccountant) is None:
+    if not policy.observers.any("private"):
         return
     if use.members < use.ranks:
         raise ValueError(

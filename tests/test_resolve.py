@@ -129,7 +129,7 @@ TAPE = replace(USE, owner="DistributedGradientTape", takes_steps=False)
 REFUSED: list[tuple[Any, Use, str]] = [
     (DGC(), replace(USE, plain=False), "DGC.* returns finished updates.* SGD has momentum"),
     (OnebitAdam(), USE, "OnebitAdam is an optimizer: use accordion_hvd.torch.OnebitAdam"),
-    (Fixed(WAGMA()), USE, "compression is Fixed.*must be one whose target is the gradient"),
+    (Fixed(WAGMA()), USE, "compression is Fixed.*must be one that averages gradients"),
     (WAGMA(), replace(USE, total=True), "op is 'hvd.Sum'.*hvd.Average with WAGMA"),
     (WAGMA(), replace(USE, skip=("w",)), r"skip is \('w',\).*left out with WAGMA"),
     (MIXED, replace(USE, total=True), "op is 'hvd.Sum'.*hvd.Average with WAGMA"),

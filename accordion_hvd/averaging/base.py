@@ -6,7 +6,15 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Info, State, Tensor
+from accordion_hvd.core.base import (
+    Allreduce,
+    Compressor,
+    ExchangeGenerator,
+    Info,
+    Private,
+    State,
+    Tensor,
+)
 from accordion_hvd.core.shifted import Shifted
 from accordion_hvd.ops import namespace
 
@@ -30,7 +38,7 @@ class Averaging(Compressor):
             ranks changes.
     """
 
-    target: ClassVar[str] = "parameter"
+    output: ClassVar[str] = "model"
     scope: ClassVar[str] = "model"
     inner: ClassVar[str] = "any"
     neighbours_only: ClassVar[bool] = False
@@ -98,9 +106,9 @@ def check_compressor(owner: Any, compressor: Any) -> None:
         return
     supported = (
         isinstance(compressor, Compressor)
-        and (compressor.target, compressor.output) == ("gradient", "gradient")
+        and compressor.output == "gradient"
         and not (compressor.topology_aware or compressor.sharded)
-        and not (compressor.private or isinstance(compressor, Shifted))
+        and not isinstance(compressor, (Private, Shifted))
     )
     if not supported:
         allowed = "None or a compressor that returns the mean of gradients and is not private, "

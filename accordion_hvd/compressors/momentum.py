@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from accordion_hvd import check
 from accordion_hvd.compressors.dense import Dense
 from accordion_hvd.compressors.wrappers import CompressorWrapper
-from accordion_hvd.core.base import Compressor, ExchangeGenerator, Info, State, Tensor
+from accordion_hvd.core.base import Compressor, ExchangeGenerator, Info, Private, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 
@@ -40,8 +40,8 @@ class Momentum(CompressorWrapper):
 
     def __post_init__(self) -> None:
         inner: Any = self.compressor
-        supported = isinstance(inner, Compressor) and not (inner.private or inner.sharded)
-        if not supported or (inner.target, inner.output) != ("gradient", "gradient"):
+        supported = isinstance(inner, Compressor) and not isinstance(inner, Private)
+        if not supported or inner.sharded or inner.output != "gradient":
             check.refuse(
                 self, "compressor", inner, "a compressor that returns the mean of full gradients"
             )

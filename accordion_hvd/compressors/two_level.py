@@ -22,6 +22,7 @@ from accordion_hvd.core.base import (
     Compressor,
     ExchangeGenerator,
     Info,
+    Private,
     State,
     Tensor,
 )
@@ -61,9 +62,9 @@ class TwoLevel(CompressorWrapper):
         if not isinstance(self.compressor, Compressor):
             allowed = "a Compressor such as PowerSGD(1)"
             check.refuse(self, "compressor", self.compressor, allowed)
-        if self.compressor.private:
+        if isinstance(self.compressor, Private):
             check.refuse(self, "compressor", self.compressor, "one that is not private")
-        for aspect in ("target", "output", "scope", "fp16_reduction"):
+        for aspect in ("output", "scope", "fp16_reduction"):
             object.__setattr__(self, aspect, getattr(self.compressor, aspect))
         batching = "any" if self.compressor.batching == "any" else ""
         object.__setattr__(self, "batching", batching)

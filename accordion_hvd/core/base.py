@@ -12,11 +12,14 @@ import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 
 from accordion_hvd import check
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec, Tensor
+
+if TYPE_CHECKING:
+    from accordion_hvd.core.observer import Observer
 
 State = dict[str, Tensor]
 """The state of a compressor for one bucket: tensors by name."""
@@ -204,9 +207,8 @@ class NotForStockHorovod:
 
 
 ASPECTS = {
-    "target": ("gradient", "parameter"),
-    "output": ("gradient", "update"),
-    "scope": ("tensor", "flat", "joint", "model", "each"),
+    "output": ("gradient", "update", "model"),
+    "scope": ("tensor", "flat", "joint", "model", "samples", "each"),
     "batching": ("", "alike", "any"),
 }
 """The values of these attributes of a `Compressor`, which policies check."""
@@ -220,13 +222,13 @@ class Compressor(NotForStockHorovod):
     of every dtype.
 
     Attributes:
-        target: "gradient" (exchanged before the optimizer step) or "parameter" (after the step).
-        output: "gradient", or "update" for algorithms that return a finished update; an inner
-            optimizer with momentum is then refused.
+        output: "gradient", "update" for algorithms that return a finished update (an inner
+            optimizer with momentum is then refused), or "model" for `Averaging`.
         scope: the tensors of one call of `exchange`: "tensor" (one tensor in its own shape),
             "flat" (a vector that may hold several tensors side by side), "joint" (one vector of
-            all tensors that are large enough and not exempt) or "model" (one vector of the whole
-            model).
+            all tensors that are large enough and not exempt), "model" (one vector of the whole
+            model) or "samples" (such vectors of any number of contributors, stacked along a new
+            first dimension).
         batching: the small tensors that may share one call of `exchange`, so that many cost
             little more than one: "alike" (tensors of one shape, which are stacked along a new
             first dimension, as is their state), "any" (all tensors, flattened into one vector; for
@@ -247,18 +249,10 @@ class Compressor(NotForStockHorovod):
             the next gradient.
         tracks: whether results follow the gradients over several steps. The residual of other
             levels is then sent whole beside the first message, which would forget it.
-        private: whether nothing but the result of `exchange` may reveal anything about gradients.
-            Such a method serves the whole model as one vector, under `Fixed` only, with no other
-            tensor beside it. It treats non-finite gradients as zeros, because a flag for them
-            would reveal information.
-        per_sample: whether a rank passes the gradients of any number of contributors, stacked
-            along a new first dimension.
-        budget: the `PrivacyBudget` that its exchanges are charged to; None for no budget.
         skips: whether a mean of zeros would change the weights, so that the means of a skipped
             exchange are NaN even if all gradients are finite (`Exchange.lost`).
     """
 
-    target: ClassVar[str] = "gradient"
     output: ClassVar[str] = "gradient"
     scope: ClassVar[str] = "tensor"
     batching: ClassVar[str] = ""
@@ -270,9 +264,6 @@ class Compressor(NotForStockHorovod):
     fp16_reduction: ClassVar[bool] = False
     sharded: ClassVar[bool] = False
     tracks: ClassVar[bool] = False
-    private: ClassVar[bool] = False
-    per_sample: ClassVar[bool] = False
-    budget: Any = None
     skips: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -394,17 +385,6 @@ class Compressor(NotForStockHorovod):
         """Return diagnostics of the method, as tensors of one element; see `Exchange.stats`."""
         return {}
 
-    def spend(self) -> None:
-        """Charge the exchange that is about to begin to the privacy budget.
-
-        Raises:
-            BudgetSpent: if the budget has no room for it.
-        """
-
-    def affords(self) -> bool:
-        """Return whether the privacy budget has room for another exchange."""
-        return True
-
     def deactivate(self, state: State) -> State:
         """Return the state to store while another level serves, which has taken the residual."""
         return {key: value for key, value in state.items() if key != "error"}
@@ -496,3 +476,18 @@ def _short(compressor: Any) -> str:
     values = [(field, getattr(compressor, field.name)) for field in arguments]
     shown = [f"{f.name}={x!r}" for i, (f, x) in enumerate(values) if i == 0 or x != f.default]
     return f"{type(compressor).__name__}({', '.join(shown)})"
+
+
+class Private(Compressor):
+    """A compressor of which only the result of `exchange` may reveal anything about gradients.
+
+    It serves the whole model as one vector, under `Fixed` only, with no other tensor beside it. It
+    treats non-finite gradients as zeros, because a flag for them would reveal information.
+    """
+
+    scope: ClassVar[str] = "model"
+    batching: ClassVar[str] = "any"
+
+    def accountant(self, policy: Any) -> Observer:
+        """Return the `private` observer that accounts for the exchanges of `policy`."""
+        raise TypeError(f"{type(self).__name__} does not define accountant()")

@@ -27,7 +27,8 @@ class Observer:
         every_step: whether Python code must run in each step, so that no graph may contain
             several steps.
         needed_alone: whether a job of one rank needs an exchange, too.
-        needs_dense: whether sparse gradients must be exchanged as dense ones.
+        private: whether gradients may reach the weights through the exchange only: those of all
+            ranks and of all variables, sparse ones as dense ones.
     """
 
     weight: int = 1
@@ -37,7 +38,7 @@ class Observer:
     measures: bool = False
     every_step: bool = False
     needed_alone: bool = False
-    needs_dense: bool = False
+    private: bool = False
 
     def extending(self, exchange: Exchange, buckets: Sequence[Bucket]) -> None:
         """Handle the event that tensors are about to be added.
@@ -81,6 +82,13 @@ class Observer:
     def stats(self) -> dict[str, Any]:
         """Return this observer's entries of `Exchange.stats`."""
         return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this observer's entries of `Policy.state_dict`."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore from a policy's `state_dict`."""
 
     def agreement(self) -> str:
         """Return a line that must be equal on all ranks, besides the policy; "" for none."""

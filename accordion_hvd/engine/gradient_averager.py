@@ -88,7 +88,7 @@ class GradientAverager(Member[E]):
         self.policy, self.process_set, self.skip = policy, process_set, check.patterns(skip)
         self.total, self.with_settings = total, with_settings
         self.residual_dtype = residual_dtype
-        self.sparse_as_dense = sparse_as_dense or policy.observers.any("needs_dense")
+        self.sparse_as_dense = sparse_as_dense or policy.observers.any("private")
         self.guard = guard or Guard("off")
         self.communicator = self.connect()
         self.keys: list[Key] = []

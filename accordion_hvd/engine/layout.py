@@ -108,11 +108,12 @@ def make_buckets(
         skip: patterns (as for file names) of the names of tensors to send uncompressed.
         min_elements: tensors with fewer elements are sent uncompressed.
         scopes: name pattern -> scope of the matching tensors, which share no bucket with other
-            tensors. The first pattern that matches counts. Ignored for scopes "each" and "model".
+            tensors. The first pattern that matches counts. Ignored for scopes "each", "model" and
+            "samples".
     """
     if scope == "each":
         return [_bucket(tensors, [i], compress=True, packed=False) for i in range(len(tensors))]
-    if scope == "model":
+    if scope in ("model", "samples"):
         return _packed(tensors, range(len(tensors)), compress=True, limit=math.inf)
     chosen = [i for i, t in enumerate(tensors) if _compressible(t, skip, min_elements)]
     others = [i for i in range(len(tensors)) if i not in set(chosen)]
@@ -430,7 +431,7 @@ class Batch:
             keep: whether a CPU may write into the memory of the last call. (On accelerators, new
                 memory costs nothing, and kept memory does.)
         """
-        if self.first.compressor.per_sample:
+        if self.first.compressor.scope == "samples":
             return self._xp.concat([_rows(self._xp, part) for part in parts], 1)
         if self.stacked == "alike":
             if not (keep and self._on_cpu):

@@ -167,13 +167,12 @@ def _measure_link(exchange: Exchange, ledger: Ledger) -> Link:
 def _possible(exchange: Exchange) -> bool:
     """Return whether made-up gradients give the exchange as much work as true ones."""
     policy, entries = exchange.policy, exchange.bucket_states
-    served = [entry.compressor for entry in entries]
     return bool(
         entries
-        and (policy.target, policy.output) == ("gradient", "gradient")
-        and not any(x.private or x.needs_weights or x.per_sample for x in served)
+        and policy.output == "gradient"
+        and not any(x.compressor.needs_weights for x in entries)
         and all(exchange.counted - x.served_from >= x.compressor.startup_steps for x in entries)
-        and not policy.observers.any("measures")
+        and not any(policy.observers.any(x) for x in ("measures", "private"))
         and (on_cpu(exchange.device) or exchange.accounts.each_step <= ROOM)
     )
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from accordion_hvd import check
+from accordion_hvd import check, compressors
 from accordion_hvd.compressors import BF16, FP16, Dense, Int8
+from accordion_hvd.core import spec_strings
 from accordion_hvd.core.base import Info
 from accordion_hvd.core.codec import Codec
 from accordion_hvd.graph.structure import Array
@@ -70,9 +71,8 @@ def wire_of(compression: Any) -> Wire:
     Raises:
         ValueError: if it is another compression.
     """
-    from accordion_hvd.resolve import parse
-
-    wanted = parse(compression) if isinstance(compression, str) else compression
+    names = spec_strings.table(compressors) | {"none": Dense}
+    wanted = spec_strings.parse(compression, names) if isinstance(compression, str) else compression
     wanted = Dense() if wanted is None else wanted
     if not isinstance(wanted, (Dense, FP16, BF16, Int8)):
         allowed = "None, 'dense', 'fp16', 'bf16' or 'int8'"

@@ -372,7 +372,7 @@ def _unfit(compressor: Any) -> str:
     """Return why CDAdam cannot use a compressor, or "" if it can."""
     if not isinstance(compressor, Compressor):
         return "is no compressor"
-    if compressor.output != "gradient" or compressor.target != "gradient":
+    if compressor.output != "gradient":
         return "returns no averaged gradients"
     if compressor.scope != "tensor" or compressor.topology_aware:
         return "has no residual of its own for each tensor and rank"

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.compressors.dense import Dense
-from accordion_hvd.core.base import ASPECTS, Compressor, NotForStockHorovod
+from accordion_hvd.core.base import ASPECTS, Compressor, NotForStockHorovod, Private
 from accordion_hvd.core.observer import Observers
 from accordion_hvd.policies.evidence import Evidence
 from accordion_hvd.policies.gate import Gate, Gating
@@ -36,8 +36,7 @@ class Policy(NotForStockHorovod, abc.ABC):
     Attributes:
         evidence: the evidence for decisions; see `accordion_hvd.policies.evidence`.
         observers: features that follow an exchange, such as a gate; see `Observer`.
-        target: the levels' `target` (see `Compressor`), on which all levels agree.
-        output: the levels' `output`, on which all levels agree.
+        output: the levels' `output` (see `Compressor`), on which all levels agree.
         scope: the levels' `scope`, on which all levels agree.
         scopes: name pattern -> scope of the tensors that an override of this pattern serves.
         overrides: name pattern -> compressor that serves the matching tensors instead.
@@ -54,7 +53,6 @@ class Policy(NotForStockHorovod, abc.ABC):
 
     evidence: tuple[Evidence, ...] = ()
     observers: Observers = Observers()
-    target: str = "gradient"
     output: str = "gradient"
     scope: str = "tensor"
     scopes: Mapping[str, str] = {}
@@ -183,15 +181,20 @@ class Policy(NotForStockHorovod, abc.ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in numbers, strings, lists and dicts."""
-        own = {key: getattr(self, key) for key in self.KEPT}
-        return {"history": plain(self.history), "current": dict(self.current)} | own
+        state = {"history": plain(self.history), "current": dict(self.current)}
+        state |= {key: getattr(self, key) for key in self.KEPT}
+        for observer in self.observers:
+            state |= observer.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore from `state_dict`."""
+        """Restore from `state_dict`; privacy that was spent later stays spent."""
         self.history[:] = read(state["history"])
         self.current = dict(state["current"])
         for key in self.KEPT:
             setattr(self, key, state[key])
+        for observer in self.observers:
+            observer.load_state_dict(state)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which has the same history but serves no exchange yet."""
@@ -217,8 +220,8 @@ def agree(owner: Policy, levels: Sequence[Any], overrides: Mapping[str, Any] | N
 
     Raises:
         TypeError: if a level is no compressor.
-        ValueError: if an attribute of a level is none of `ASPECTS`; if the levels differ in target,
-            output or scope, or in the compressor of exempt tensors; if a private compressor is not
+        ValueError: if an attribute of a level is none of `ASPECTS`; if the levels differ in output
+            or scope, or in the compressor of exempt tensors; if a private compressor is not
             the only level; or if the ranks' weights differ at times under one of several levels.
     """
     bases, overrides = levels, overrides or {}
@@ -237,9 +240,8 @@ def agree(owner: Policy, levels: Sequence[Any], overrides: Mapping[str, Any] | N
             f"{type(owner).__name__}: under {local[0]!r} the ranks' weights differ between "
             "synchronisations, so it cannot alternate with other levels; use it as the only level."
         )
-    for aspect in ("target", "output"):
-        _compare(owner, aspect, {repr(level): getattr(level, aspect) for level in levels})
-        setattr(owner, aspect, getattr(levels[0], aspect))
+    _compare(owner, "output", {repr(level): level.output for level in levels})
+    owner.output = levels[0].output
     _agree_in_scope(owner, bases, overrides)
     plain = {repr(level): level.plain() or Dense() for level in levels}
     _compare(owner, "the compressor of exempt tensors", plain)
@@ -262,7 +264,7 @@ def _agree_in_scope(
 
 
 def _check_private(owner: Policy, levels: Sequence[Compressor]) -> None:
-    private = [level for level in levels if level.private]
+    private = [level for level in levels if isinstance(level, Private)]
     if private and (len(levels) > 1 or not owner.fixed):
         raise ValueError(
             f"{type(owner).__name__}: {private[0]!r} is private and must be the only level, since "

@@ -14,13 +14,12 @@ from accordion_hvd.compressors.dense import FP16, Dense
 from accordion_hvd.compressors.powersgd import PowerSGD
 from accordion_hvd.compressors.scalecom import ScaleCom
 from accordion_hvd.core import spec_strings
-from accordion_hvd.core.base import Compressor
+from accordion_hvd.core.base import Compressor, Private
 from accordion_hvd.core.observer import Observers
 from accordion_hvd.policies import base
 from accordion_hvd.policies.base import Decision, Numbers, Policy, Seen, Windowed, agree, override
 from accordion_hvd.policies.evidence import StateNorms
 from accordion_hvd.policies.gate import Gate, as_gate
-from accordion_hvd.policies.privacy_accountant import PrivacyAccountant
 
 
 class Fixed(Policy):
@@ -48,23 +47,13 @@ class Fixed(Policy):
         self.overrides = dict(overrides or {})
         agree(self, [compressor], self.overrides)
         self.gate = as_gate(self, gate)
-        if compressor.private:
+        if isinstance(compressor, Private):
             if gate is not None:
                 check.refuse(self, "gate", gate, f"None: {compressor!r} is private")
-            self.observers = Observers([PrivacyAccountant(self, compressor)])
+            self.observers = Observers([compressor.accountant(self)])
 
     def levels(self, name: str) -> tuple[Compressor, ...]:
         return (override(self.overrides, name) or self.compressor,)
-
-    def state_dict(self) -> dict[str, Any]:
-        budget = self.compressor.budget
-        return super().state_dict() | (budget.state_dict() if budget is not None else {})
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore from `state_dict`; privacy that was spent later stays spent."""
-        super().load_state_dict(state)
-        if self.compressor.budget is not None:
-            self.compressor.budget.load_state_dict(state)
 
     def __repr__(self) -> str:
         more = {"overrides": self.overrides, "gate": self.gate}

@@ -473,9 +473,8 @@ def as_gate(owner: Any, gate: Any) -> Gate | None:
         return None
     if gate != "auto" and not isinstance(gate, Gate):
         check.refuse(owner, "gate", gate, "None, 'auto' or a Gate")
-    if (owner.target, owner.output) != ("gradient", "gradient"):
-        wanted = f"None where the compressor's output is {owner.output!r} of {owner.target}s"
-        check.refuse(owner, "gate", gate, wanted)
+    if owner.output != "gradient":
+        check.refuse(owner, "gate", gate, f"None where the compressor's output is {owner.output!r}")
     return Gate() if gate == "auto" else gate
 
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from accordion_hvd import check
+from accordion_hvd.core.observer import Observer
 from accordion_hvd.ops import secret
+
+if TYPE_CHECKING:
+    from accordion_hvd.engine.exchange import Exchange
+    from accordion_hvd.engine.layout import Bucket
 
 RELATIONS = ("replace", "add or remove")
 """Relations of neighbouring data sets: they differ in one record's value, or in its presence."""
@@ -311,6 +316,56 @@ def _accounting() -> tuple[Any, Any]:
             "install it: pip install dp-accounting."
         ) from None
     return dp_accounting, rdp
+
+
+# --------------------------------------------------------------------------- accounting of a policy
+class PrivacyAccountant(Observer):
+    """Charges each exchange, before it, to the budget; protects every gradient.
+
+    Args:
+        policy: the policy of the exchanges.
+        budget: their budget; None: releases are not counted.
+        release: the release of one exchange.
+    """
+
+    every_step = True
+    needed_alone = True
+    private = True
+
+    def __init__(self, policy: Any, budget: PrivacyBudget | None, release: Release) -> None:
+        self.policy, self.budget, self.release = policy, budget, release
+
+    def extending(self, exchange: Exchange, buckets: Sequence[Bucket]) -> None:
+        """Raise ValueError if a tensor would be sent outside the protected vector."""
+        if exchange.skip:
+            raise ValueError(
+                f"skip is {exchange.skip!r}, but must be () with {self.policy!r}: the tensors that "
+                "skip names would be sent unprotected."
+            )
+        if len(buckets) > 1:
+            kinds = ", ".join(f"{bucket.name} ({bucket.dtype})" for bucket in buckets)
+            raise ValueError(
+                f"{self.policy!r} takes the entire model as one vector, but the parameters form "
+                f"{len(buckets)}: {kinds}. All parameters must have one dtype, be on one device, "
+                "and exist from the first step."
+            )
+
+    def opening(self, exchange: Exchange, lr: Mapping[str, float]) -> None:
+        if self.budget is not None:
+            self.budget.spend(self.release)
+
+    def affords(self) -> bool:
+        return self.budget is None or self.budget.left(self.release) >= 1
+
+    def stats(self) -> dict[str, Any]:
+        return {"privacy": {} if self.budget is None else self.budget.stats()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.budget is None else self.budget.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.budget is not None:
+            self.budget.load_state_dict(state)
 
 
 # ---------------------------------------------------------------------------------- Poisson samples

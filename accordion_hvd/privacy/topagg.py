@@ -10,10 +10,10 @@ from types import ModuleType
 from typing import Any
 
 from accordion_hvd import check
-from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Info, State, Tensor
+from accordion_hvd.core.base import Allreduce, ExchangeGenerator, Info, Private, State, Tensor
 from accordion_hvd.ops import namespace, random
 from accordion_hvd.ops.spec import Spec
-from accordion_hvd.privacy.budget import PrivacyBudget, Release
+from accordion_hvd.privacy.budget import PrivacyAccountant, PrivacyBudget, Release
 
 TRUSTED = 0
 """Rank that draws the noise and adds it to its votes."""
@@ -26,7 +26,7 @@ _REACH = 10  # standard deviations of noise that the integers on the wire can ho
 
 
 @dataclass(frozen=True)
-class TopAgg(Compressor):
+class TopAgg(Private):
     """TopAgg: differentially private aggregation of top-k sign votes with Gaussian noise.
 
     Algorithm 1 of "DataLens: Scalable Privacy Preserving Training via Gradient Compression and
@@ -77,10 +77,6 @@ class TopAgg(Compressor):
             protects nothing.
     """
 
-    scope = "model"
-    batching = "any"
-    private = True
-
     k: int
     clip: float | None
     sigma: float
@@ -103,7 +99,10 @@ class TopAgg(Compressor):
                 check.refuse(self, "threshold", self.threshold, "a number in [0, 1), or None")
         self._check_unit()
         self._check_protection()
-        object.__setattr__(self, "per_sample", self.unit != "rank")
+
+    @property
+    def scope(self) -> str:  # type: ignore[override]
+        return "model" if self.unit == "rank" else "samples"
 
     def _check_unit(self) -> None:
         check.one_of(self, "unit", self.unit, UNITS)
@@ -151,6 +150,9 @@ class TopAgg(Compressor):
         relation = "add or remove" if self.unit == "example" else "replace"
         return Release(self.sigma / self.sensitivity, float(self.rate), relation)
 
+    def accountant(self, policy: Any) -> PrivacyAccountant:
+        return PrivacyAccountant(policy, self.budget, self.mechanism)
+
     def spend(self, count: int = 1) -> None:
         """Record `count` releases in the budget.
 
@@ -182,7 +184,7 @@ class TopAgg(Compressor):
         """
         xp = namespace(grad)
         shape = xp.shape(grad)
-        rows, shape = (shape[0], shape[1:]) if self.per_sample else (1, shape)
+        rows, shape = (shape[0], shape[1:]) if self.unit != "rank" else (1, shape)
         grads = xp.reshape(grad, (rows, 1, math.prod(shape)))
         votes = yield from self.release(grads, info)
         return xp.reshape(votes, shape), state

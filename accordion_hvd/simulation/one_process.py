@@ -33,7 +33,6 @@ from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.ops import namespace
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.accordion import Alternation
-from accordion_hvd.policies.privacy_accountant import per_sample
 from accordion_hvd.resolve import as_policy
 
 Key = tuple[str, Group]
@@ -159,8 +158,8 @@ class World:
         gain: Callable[[str], float] | None = None,
     ) -> None:
         self._policies = [copy.deepcopy(as_policy(compression)) for _ in range(ranks)]
-        if any(policy.target != "gradient" for policy in self._policies):
-            allowed = "one whose target is the gradient; `simulate_job` takes others"
+        if self._policies[0].output == "model":
+            allowed = "one that averages gradients; `simulate_job` takes others"
             check.refuse("simulate", "compression", compression, allowed)
         if self._policies[0].observers.find(Alternation) is not None:
             allowed = "one that never averages models; `simulate_job` takes others"
@@ -268,7 +267,7 @@ class World:
     def _kind(self, gradient: Tensor) -> tuple[tuple[int, ...], str, str]:
         """Return the shape, the dtype and the device of a gradient ("": there is none)."""
         spec = namespace(gradient).spec(gradient)
-        shape = spec.shape[1 if per_sample(self._policies[0]) else 0 :]
+        shape = spec.shape[1 if self._policies[0].scope == "samples" else 0 :]
         return shape, spec.dtype, "" if spec.device is None else str(spec.device)
 
     def _decide(self, lr: float) -> None:

@@ -279,8 +279,8 @@ class Given(Evidence):
 
 def check_policy(policy: Policy) -> None:
     """Raise ValueError unless the steps of a policy can be simulated."""
-    if policy.target != "gradient" or policy.output not in ("gradient", "update"):
-        check.refuse("simulate_job", "compression", policy, "one whose target is the gradient")
+    if policy.output == "model":
+        check.refuse("simulate_job", "compression", policy, "one that averages gradients")
     if policy.gate is not None:
         check.refuse("simulate_job", "gate", policy.gate, "None, since a gate measures real time")
     if policy.observers.find(Alternation) is not None:
@@ -394,7 +394,7 @@ def gradient_like(entry: BucketState) -> np.ndarray:
     """Return a gradient of a bucket with normally distributed values."""
     shape = entry.bucket.shape
     values = xp.cast(xp.asarray(normal(shape, entry.name)), entry.bucket.dtype)
-    return xp.reshape(values, (1, *shape)) if entry.compressor.per_sample else values
+    return xp.reshape(values, (1, *shape)) if entry.compressor.scope == "samples" else values
 
 
 def replay(rounds: Rounds, grad: Any = None) -> Generator[Any, Any, Any]:

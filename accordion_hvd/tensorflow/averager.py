@@ -23,7 +23,6 @@ from accordion_hvd.engine.rehearsal import Pass, in_steps
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.accordion import Alternation
-from accordion_hvd.policies.privacy_accountant import PrivacyAccountant, per_sample
 from accordion_hvd.tensorflow import validation
 from accordion_hvd.tensorflow.exchange import TensorFlowExchange
 from accordion_hvd.tensorflow.variables import (
@@ -100,7 +99,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         self._traceable = True
         self._enlisted = False
         self.train_function: Any = None
-        self._private = policy.observers.find(PrivacyAccountant) is not None
+        self._private = policy.observers.any("private")
         super().__init__(
             policy, process_set, total=total,
             sparse_as_dense=sparse_as_dense or policy.observers.find(Alternation) is not None,
@@ -226,7 +225,8 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         if not self.number:
             return []
         tensors = self.exchange.tensors
-        count = [tf.shape(g)[0] for g in present.values()][:1] if per_sample(self.policy) else []
+        stacked = self.policy.scope == "samples"
+        count = [tf.shape(g)[0] for g in present.values()][:1] if stacked else []
         full = [
             tf.convert_to_tensor(present[key]) if key in present
             else tf.zeros((*count, *tensors[i].shape), tensors[i].dtype)

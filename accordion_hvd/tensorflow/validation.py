@@ -11,7 +11,6 @@ import tensorflow as tf
 from accordion_hvd import check
 from accordion_hvd.comm.horovod.tensorflow import hvd
 from accordion_hvd.policies import Policy
-from accordion_hvd.policies.privacy_accountant import per_sample
 from accordion_hvd.resolve import Resolved
 from accordion_hvd.validate import OWNER, Use
 
@@ -91,7 +90,7 @@ def check_private_gradients(
             f"{policy!r} is private, but {len(local)} local variable(s) are registered, which "
             "would be trained without protection."
         )
-    if not per_sample(policy):
+    if policy.scope != "samples":
         return
     known = [(v, g) for v, g in zip(variables, grads, strict=True) if g is not None]
     counts = {tuple(g.shape)[0] if len(g.shape) else None for _, g in known}

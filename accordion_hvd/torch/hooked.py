@@ -21,7 +21,6 @@ from accordion_hvd.comm.torch_distributed.start import watch_ranks
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.policies import Policy
-from accordion_hvd.policies.privacy_accountant import per_sample
 from accordion_hvd.resolve import Resolved, resolve
 from accordion_hvd.torch import validation
 from accordion_hvd.torch.reducer import Reducer
@@ -174,7 +173,7 @@ def suitable(
     )  # fmt: skip
     validate(resolved, use)
     policy = resolved.serving
-    if isinstance(policy, Averaging) or per_sample(policy):
+    if isinstance(policy, Averaging) or policy.scope == "samples":
         allowed = "one that averages whole gradients; use DistributedOptimizer"
         check.refuse(owner, "compression", policy, allowed)
     return resolved

@@ -24,7 +24,6 @@ from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.ops import on_cpu
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.policies import Policy
-from accordion_hvd.policies.privacy_accountant import per_sample
 from accordion_hvd.torch import engines, validation
 from accordion_hvd.validate import OWNER
 
@@ -105,7 +104,7 @@ class Reducer(GradientAverager[Exchange]):
         self.settings, self.listening = settings, settings is None and self.hooked
         self.scaler, self.optimizer, self.lr = scaler, optimizer, lr
         self.passes = policy.passes = passes
-        self.per_sample = per_sample(policy)
+        self.per_sample = policy.scope == "samples"
         self._names: dict[torch.Tensor, str] = {}
         self._watched: dict[torch.Tensor, Watched] = {}  # parameters that need a gradient
         self._members: list[int] = []  # ids of the parameters in the optimizer's groups

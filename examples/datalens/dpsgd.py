@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 import accordion_hvd.torch as hvd
 from accordion_hvd import Allreduce, Compressor, Info, PrivacyBudget, TopAgg, namespace
-from accordion_hvd.core.base import ExchangeGenerator, State, Tensor
+from accordion_hvd.core.base import ExchangeGenerator, Private, State, Tensor
 from accordion_hvd.ops import secret
 from accordion_hvd.privacy import PoissonSampler, Release, multiplier_for
+from accordion_hvd.privacy.budget import PrivacyAccountant
 from accordion_hvd.privacy.torch import backward
 from examples.datalens import gan
 
@@ -23,7 +24,7 @@ Images = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class DPSGD(Compressor):
+class DPSGD(Private):
     """DP-SGD: the sum of clipped gradients of examples plus Gaussian noise.
 
     "Deep Learning with Differential Privacy" (Abadi et al., CCS 2016). This is a baseline: the
@@ -38,10 +39,7 @@ class DPSGD(Compressor):
         budget: budget that records the steps.
     """
 
-    scope = "model"
-    batching = "any"
-    private = True
-    per_sample = True
+    scope = "samples"
 
     clip: float
     noise: float
@@ -49,13 +47,10 @@ class DPSGD(Compressor):
     rate: float
     budget: PrivacyBudget
 
-    def spend(self) -> None:
-        """Record a step in the budget."""
-        self.budget.spend(Release(self.noise, self.rate, "add or remove"))
-
-    def affords(self) -> bool:
-        """Return whether the budget has room for another step."""
-        return self.budget.left(Release(self.noise, self.rate, "add or remove")) >= 1
+    def accountant(self, policy: Any) -> PrivacyAccountant:
+        """Return what records the steps of `policy` in the budget."""
+        release = Release(self.noise, self.rate, "add or remove")
+        return PrivacyAccountant(policy, self.budget, release)
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Average in one allreduce; `grad` is (examples of this rank, elements)."""

@@ -515,7 +515,7 @@ def test_who_averages_no_models() -> None:
         simulate(policy, 2)
     with pytest.raises(TypeError, match="must be a Compressor"):
         Accordion(low=3, high=LocalSGD(4))
-    with pytest.raises(ValueError, match="target"):
+    with pytest.raises(ValueError, match="output"):
         Accordion(low=LocalSGD(4), high=Dense())
 
 

@@ -288,7 +288,7 @@ def test_wrong_arguments(make: Any, error: type[Exception], said: str) -> None:
         make()
 
 
-@pytest.mark.parametrize("aspect", ["target", "output", "scope", "batching"])
+@pytest.mark.parametrize("aspect", ["output", "scope", "batching"])
 def test_a_level_whose_kind_is_misspelt_is_refused(aspect: str) -> None:
     """A compressor of a user that sets `batching = "aliek"` would serve each tensor by itself."""
     Odd = type("Odd", (TopK,), {aspect: "aliek"})

@@ -73,7 +73,7 @@ def test_bytes_are_those_of_a_real_exchange(case: Case, ranks: int, local: int) 
     world = simulate(method, ranks, local_size=local)
     for _ in range(steps if case.rounds else 1):  # what uneven methods send depends on residuals
         gradients = {k: normal(shape, k).astype(np.float32) for k, shape in reversed(sizes.items())}
-        if method.per_sample:
+        if method.scope == "samples":
             gradients = {k: x[None] for k, x in gradients.items()}
         world.step([{k: x.copy() for k, x in gradients.items()} for _ in range(ranks)])
     stats = world.exchanges[0].stats()

@@ -87,7 +87,7 @@ class Samples:
 
     def _measure(self, exchange: Exchange, batch: Batch, grad: Tensor) -> None:
         xp = exchange.xp
-        if batch.first.compressor.private or xp.symbolic(grad):
+        if exchange.policy.observers.any("private") or xp.symbolic(grad):
             return
         for entry, part in batch.parts(grad):
             if not entry.bucket.compress:
@@ -182,10 +182,9 @@ def _late(compressor: Compressor, info: Info, ranks: int) -> Info:
 
 def measurable(compressor: Compressor) -> bool:
     """Return whether a compressor can serve a tensor outside of an exchange."""
-    plain = compressor.output == "gradient" and compressor.target == "gradient"
-    needs = compressor.private or compressor.needs_weights or compressor.topology_aware
-    alone = compressor.scope in ("tensor", "flat") and not compressor.per_sample
-    return plain and alone and not needs
+    needs = compressor.needs_weights or compressor.topology_aware
+    alone = compressor.scope in ("tensor", "flat")
+    return compressor.output == "gradient" and alone and not needs
 
 
 def _number(xp: Any, scalar: Tensor) -> float:
