@@ -131,7 +131,8 @@ def as_policy(compression: Any) -> Policy:
     """
     compression = _instance(compression)
     if isinstance(compression, Compressor):
-        return compression.policy() or Fixed(compression)
+        own = compression.policy() if isinstance(compression, UpdateRule) else None
+        return own or Fixed(compression)
     if isinstance(compression, Policy):
         compression.complete()
         return compression

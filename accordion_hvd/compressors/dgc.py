@@ -81,8 +81,8 @@ class DGC(Sparsifier):
         return min(step * STAGES // self.warmup, STAGES) if self.warmup else STAGES
 
     @property
-    def phases(self) -> bool:
-        return self.warmup > 0
+    def period(self) -> int:
+        return 0 if self.warmup else 1
 
     def stage_ratio(self, stage: int) -> float:
         return self.ratio if stage >= STAGES else max(self.ratio, 0.25 ** (stage + 1))
@@ -91,7 +91,7 @@ class DGC(Sparsifier):
         """Run one allgather of indices and values; with ratio 1, one allreduce."""
         xp = namespace(grad)
         shape = xp.shape(state["error"])  # (size,); several tensors: (number, size)
-        ratio = self.stage_ratio(info.phase) if self.phases else self.ratio
+        ratio = self.stage_ratio(info.phase) if self.warmup else self.ratio
         fresh = self._clipped(xp.reshape(grad, shape), info)
         if self.momentum:
             fresh = xp.accumulate_scaled(state["momentum"], self.momentum, fresh)

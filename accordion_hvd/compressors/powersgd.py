@@ -97,10 +97,6 @@ class PowerSGD(Compressor):
         return step % 2 if self.alternate else 0
 
     @property
-    def phases(self) -> bool:
-        return self.alternate
-
-    @property
     def period(self) -> int:
         return 2 if self.alternate else 1
 

@@ -23,10 +23,6 @@ class CompressorWrapper(Compressor):
         return self.compressor.variant(step)
 
     @property
-    def phases(self) -> bool:
-        return self.compressor.phases
-
-    @property
     def period(self) -> int:
         return self.compressor.period
 

@@ -247,10 +247,6 @@ class Compressor(NotForStockHorovod):
         sharded: whether the state covers only a part of the tensor, on known hosts if it is
             `topology_aware` (see `expand_residual`). The residual of other levels is then added to
             the next gradient.
-        tracks: whether results follow the gradients over several steps. The residual of other
-            levels is then sent whole beside the first message, which would forget it.
-        skips: whether a mean of zeros would change the weights, so that the means of a skipped
-            exchange are NaN even if all gradients are finite (`Exchange.lost`).
     """
 
     output: ClassVar[str] = "gradient"
@@ -263,8 +259,6 @@ class Compressor(NotForStockHorovod):
     topology_aware: ClassVar[bool] = False
     fp16_reduction: ClassVar[bool] = False
     sharded: ClassVar[bool] = False
-    tracks: ClassVar[bool] = False
-    skips: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -331,18 +325,13 @@ class Compressor(NotForStockHorovod):
         return True
 
     @property
-    def phases(self) -> bool:
-        """Return whether `variant` ever changes."""
-        return type(self).variant is not Compressor.variant
-
-    @property
     def period(self) -> int:
-        """Return the number of steps after which the phases repeat; 0 if they do not.
+        """Return the number of steps after which the phases repeat; 0: never; 1: no phases.
 
         If it is positive, `variant(step)` must equal `variant(step % period)`. Graphs then contain
         all phases, and are not traced anew when the phase changes.
         """
-        return 0 if self.phases else 1
+        return int(type(self).variant is Compressor.variant)
 
     @property
     def startup_steps(self) -> int:
@@ -353,13 +342,6 @@ class Compressor(NotForStockHorovod):
         """Return the compressor for tensors that are too small or exempt; None means `Dense`.
 
         A method that returns updates must also define the updates of these tensors.
-        """
-        return None
-
-    def policy(self) -> Any:
-        """Return the policy that `compression=` means if it names only this compressor.
-
-        None means `Fixed`: the compressor serves in every step.
         """
         return None
 
@@ -400,9 +382,6 @@ class Compressor(NotForStockHorovod):
             other_state: its state.
         """
         return state
-
-    def check_start(self, state: State, other: Compressor, info: Info) -> None:
-        """Warn if training may suffer because this level takes over from `other` now."""
 
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """Return this rank's state after a change of the number of ranks.

@@ -15,7 +15,8 @@ class Shifted(Wrapper):
     """Base class of methods in which rank i sends C(g_i - h_i) for its gradient g_i and shift h_i.
 
     With m_i the decoded message of rank i, h_i <- h_i + alpha m_i. Each rank also tracks h, the
-    mean of all h_i. The state is `local` (h_i) and `mean` (h), both fp32 in the codec's layout.
+    mean of all h_i. The state is `local` (h_i) and `mean` (h), both fp32 in the codec's layout. The
+    residual of other levels is sent whole beside the first message, which would forget it.
 
     Attributes:
         alpha: step size of the shifts.
@@ -24,7 +25,6 @@ class Shifted(Wrapper):
     """
 
     per_rank_state: ClassVar[tuple[str, ...]] = ("local",)
-    tracks: ClassVar[bool] = True
     alpha: float = 1.0
     ahead: ClassVar[bool] = False
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allreduce, ExchangeGenerator, Info, State, Tensor, check_narrow
+from accordion_hvd.core.shifted import Shifted
 from accordion_hvd.engine import gain
 from accordion_hvd.engine.layout import (
     Batch,
@@ -28,6 +29,7 @@ from accordion_hvd.engine.saved_state import SavedState
 from accordion_hvd.engine.step import Accounts, Step
 from accordion_hvd.ops import numpy
 from accordion_hvd.ops.spec import Spec
+from accordion_hvd.optimizers.base import UpdateRule
 from accordion_hvd.policies.base import Policy
 from accordion_hvd.policies.evidence import Evidence
 from accordion_hvd.policies.gate import Advice, Gating
@@ -284,7 +286,7 @@ class Exchange:
         if self.ledger.samples.measuring:
             self.ledger.samples.before(self, batch, grad)
         carried = batch.carried()
-        if carried is not None and first.compressor.tracks:
+        if carried is not None and isinstance(first.compressor, Shifted):
             return _beside(first.compressor.exchange(grad, batch.state, info), carried)
         if carried is not None:
             grad = grad + self.xp.cast(carried, first.bucket.dtype)
@@ -342,8 +344,8 @@ class Exchange:
 
     def _lost(self, step: Step) -> Any:
         """Return what `lost` is if `step` is skipped; symbolic in a graph."""
-        if any(entry.compressor.skips for entry in self.bucket_states):
-            return math.nan
+        if any(isinstance(entry.compressor, UpdateRule) for entry in self.bucket_states):
+            return math.nan  # a mean of zeros would change the weights
         return self.xp.where(step.broken | (self.in_a_row >= IN_A_ROW), math.nan, 0.0)
 
     def _store(

@@ -27,6 +27,7 @@ from accordion_hvd.core.base import Compressor, Info, State, Tensor, narrowed, w
 from accordion_hvd.engine.saved_state import SavedState
 from accordion_hvd.ops import on_cpu, random
 from accordion_hvd.ops.spec import ITEMSIZE, Spec
+from accordion_hvd.optimizers.base import UpdateRule
 from accordion_hvd.policies.evidence import SKETCHED, Evidence
 
 MIN_ELEMENTS = 1024
@@ -213,7 +214,7 @@ class BucketState:
 
     def serve(self, level: int) -> None:
         self.level, self.compressor = level, self.levels[level]
-        self.phased = self.compressor.phases
+        self.phased = self.compressor.period != 1
 
     @property
     def stored(self) -> State | None:
@@ -315,7 +316,8 @@ class BucketState:
         new = self.compressor
         state = new.init(self.spec, info) | self.inactive.pop(level, {})
         state = new.warm_start(state, old, old_state)
-        new.check_start(state, old, info)
+        if isinstance(new, UpdateRule):
+            new.check_start(state, old, info)
         self.store(self._take_residual(state, old, old_state, info), info)
         self.inactive[old_level] = old.deactivate(old_state)
 

@@ -47,12 +47,18 @@ class UpdateRule(Compressor):
     averaged_state: ClassVar[tuple[str, ...]] = ()
     applies_weight_decay: ClassVar[bool] = False
     returns_weights: ClassVar[bool] = False
-    skips: ClassVar[bool] = True
     decoupled_weight_decay: ClassVar[bool] = False
 
     def dense(self) -> UpdateRule:
         """Return the stage that averages gradients exactly; by default the rule itself."""
         return self
+
+    def policy(self) -> Any:
+        """Return the policy between the stages; None if the rule serves in every step."""
+        return None
+
+    def check_start(self, state: State, other: Compressor, info: Info) -> None:
+        """Warn if training may suffer because this stage takes over from `other` now."""
 
     def decays(self, decoupled: bool) -> bool:
         """Return whether the rule itself applies weight decay of this form."""

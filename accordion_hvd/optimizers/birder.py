@@ -98,7 +98,7 @@ class Birder(UpdateRule):
         if not isinstance(self.feedback, bool):
             check.refuse(self, "feedback", self.feedback, "True or False")
         check_bits(self, self.bits)
-        if self.phases and not self.feedback:
+        if self.period != 1 and not self.feedback:
             check.refuse(self, "bits", self.bits, "1 or 2 without feedback=True")
         own: tuple[str, ...] = ("error", "server") if self.feedback else ()
         own += ("host",) if self.feedback and self.within else ()
@@ -116,8 +116,8 @@ class Birder(UpdateRule):
         return SPEAKS if self.exact or speaks(self.bits, step) else SILENT
 
     @property
-    def phases(self) -> bool:
-        return self.bits not in (1, 2)
+    def period(self) -> int:
+        return int(self.bits in (1, 2))
 
     def init(self, spec: Spec, info: Info) -> State:
         """Return `m` and `b`, (size,), and with `feedback` residuals.

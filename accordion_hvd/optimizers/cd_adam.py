@@ -174,8 +174,8 @@ class CDAdam(ExactCDAdam):
         return SENDS if speaks(self.bits, step) else SILENT
 
     @property
-    def phases(self) -> bool:
-        return self.bits != math.ceil(self.bits)
+    def period(self) -> int:
+        return int(self.bits == math.ceil(self.bits))
 
     def init(self, spec: Spec, info: Info) -> State:
         """Return the state of `AMSGrad`; `estimate`: G; `error`: -h_i; `server`: h - G of a chunk.
@@ -381,7 +381,7 @@ def _unfit(compressor: Any) -> str:
         return "has no residual"
     if not compressor.contractive:
         return "is not marked as contractive"
-    if compressor.phases:
+    if compressor.period != 1:
         return "has phases that depend on the step"
     taken = sorted({*MOMENTS, "estimate"} & set(state))
     return f"has {taken[0]!r} in its state, as CDAdam does" if taken else ""

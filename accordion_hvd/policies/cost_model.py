@@ -32,7 +32,7 @@ def bytes_sent(compressor: Compressor, shape: tuple[int, ...], dtype: str, ranks
     dtype = "float16" if dtype == "bfloat16" else dtype  # NumPy has no bfloat16
     traffic, period = Traffic(), compressor.period or 1
     for number in range(compressor.startup_steps, compressor.startup_steps + period):
-        phase = compressor.variant(number) if compressor.phases else 0
+        phase = compressor.variant(number) if compressor.period != 1 else 0
 
         def exchange(size: int, hosts: Hosts, phase: int = phase) -> ExchangeGenerator:
             step = -(-compressor.startup_steps // size) * size  # rank 0 leads, if leaders rotate

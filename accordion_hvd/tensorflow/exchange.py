@@ -15,6 +15,7 @@ from accordion_hvd.comm import timeouts
 from accordion_hvd.comm.collectives import Traffic
 from accordion_hvd.core.base import Info, State, Tensor
 from accordion_hvd.core.observer import Observer
+from accordion_hvd.core.shifted import Shifted
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.layout import BucketState
 from accordion_hvd.engine.step import Step
@@ -108,7 +109,7 @@ class TensorFlowExchange(Exchange):
     def switching(self) -> bool:
         """Return whether levels or phases may change during training."""
         compressors = [level for entry in self.bucket_states for level in entry.levels]
-        phases = any(compressor.phases and not compressor.period for compressor in compressors)
+        phases = not all(compressor.period for compressor in compressors)
         policy_decides = type(self.policy).due is not Policy.due
         observer_decides = any(type(x).due is not Observer.due for x in self.policy.observers)
         return phases or policy_decides or observer_decides
@@ -190,7 +191,7 @@ class TensorFlowExchange(Exchange):
         entry.evidence = {
             k: self._as_variable((index, None, k), value) for k, value in entry.evidence.items()
         }
-        if entry.compressor.tracks and entry.carried is not None:
+        if isinstance(entry.compressor, Shifted) and entry.carried is not None:
             if not xp.to_numpy(tf.convert_to_tensor(entry.carried)).any():
                 entry.carried = None  # it has been sent
         entry.carried = self._as_variable((index, None, "carried"), entry.carried)

@@ -99,7 +99,7 @@ def test_every_compressor_is_trained() -> None:
     assert {type(compressor) for compressor in DEFAULTS} == set(KINDS)
 
 
-@pytest.mark.seldom(where=lambda compressor: compressor.phases or compressor in RARE)
+@pytest.mark.seldom(where=lambda compressor: compressor.period != 1 or compressor in RARE)
 @pytest.mark.parametrize("compressor", DEFAULTS, ids=repr)
 def test_compressors_train(compressor: Compressor) -> None:
     """Each compressor reduces the loss from about 2.8 to below 0.15, or the limit in `MOST`.
@@ -108,7 +108,7 @@ def test_compressors_train(compressor: Compressor) -> None:
     560 steps.
     """
     name = type(compressor).__name__
-    epochs = 56 if compressor.phases else EPOCHS  # until the last phase has begun
+    epochs = 56 if compressor.period != 1 else EPOCHS  # until the last phase has begun
     before, after, exchange = trained(compressor, RATES.get(name, 0.2), epochs)
     assert before > 2.5 and after < MOST.get(name, 0.15)
     assert exchange.stats()["ratio"] > 1.9 or compressor == Dense()

@@ -143,7 +143,7 @@ def test_the_warm_up() -> None:
     """The n-th quarter of the warm-up sends 1 / 4^n of the elements, but at least the ratio."""
     compressor = DGC(0.01, warmup=8)
     assert [compressor.variant(n) for n in range(10)] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    assert compressor.phases and not DGC(0.01).phases and DGC(0.01).variant(0) == 4
+    assert compressor.period == 0 and DGC(0.01).period == 1 and DGC(0.01).variant(0) == 4
     world, kept = simulate(compressor, 2), []
     for gradients in normals(SHAPE, 2, steps=9):
         mean = step(world, NUMPY, [{"w": gradients[0]}] * 2)[0]

@@ -51,8 +51,8 @@ class Spoiled(Compressor):
         object.__setattr__(self, "scope", self.inner.scope)
 
     @property
-    def phases(self) -> bool:
-        return self.inner.phases
+    def period(self) -> int:
+        return self.inner.period
 
     def variant(self, step: int) -> int:
         return self.inner.variant(step)

@@ -175,8 +175,8 @@ def test_it_declares_what_the_compressor_declares() -> None:
 
     ours = TwoLevel(Phased())
     assert (ours.output, ours.scope) == ("update", "flat")
-    assert ours.variant(25) == 2 and ours.phases
-    assert not TwoLevel(TopK()).phases
+    assert ours.variant(25) == 2 and ours.period == 0
+    assert TwoLevel(TopK()).period == 1
     assert as_policy(ours).topology_aware and as_policy(ours).scope == "flat"
     assert Accordion(low=Dense(), high=TwoLevel(PowerSGD(1))).topology_aware
     assert not Accordion(low=Dense(), high=PowerSGD(1)).topology_aware

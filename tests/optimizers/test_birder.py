@@ -221,7 +221,7 @@ def test_a_fraction_of_bits_is_met_by_turns(
             assert same_bits(mine["w"], found[0]["w"])
             np.testing.assert_allclose(mine["w"].reshape(-1), wanted, atol=1e-10)
         assert told[step % len(told)] or not wanted.any()
-    assert rule.phases and not Birder(bits=2).phases
+    assert rule.period == 0 and Birder(bits=2).period == 1
     if not rule.within:
         sent = world.exchanges[0].stats()["sent"]
         assert abs(sent / 8 - rule.bits * 1161 / 8) < 30, "bits and flags"

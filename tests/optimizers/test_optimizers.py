@@ -96,7 +96,7 @@ def test_bytes(row: Row, ranks: int) -> None:
         directions(world, NUMPY, gradients, "float32", 0.1)
     stats = world.exchanges[0].stats()
     size, flags = int(np.prod(SHAPE)), 8
-    early = as_policy(row.rule).start("w") < row.stage or row.rule.phases
+    early = as_policy(row.rule).start("w") < row.stage or row.rule.period != 1
     first = rules.dense_rounds if early else row.rounds
     payload = 0
     for rounds, steps in ((first, dense), (row.rounds, 4)):

@@ -176,7 +176,7 @@ def _bytes_sent(
 def _late(compressor: Compressor, info: Info, ranks: int) -> Info:
     """Return the `Info` of one of `ranks` ranks, after phases of preparation."""
     steps = -(-compressor.startup_steps // ranks) * ranks
-    phase = compressor.variant(steps) if compressor.phases else 0
+    phase = compressor.variant(steps) if compressor.period != 1 else 0
     return replace(info, phase=phase, rank=0, size=ranks)
 
 
