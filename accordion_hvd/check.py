@@ -57,6 +57,11 @@ def has(owner: Any, name: str, value: Any, keys: Iterable[str]) -> None:
             raise ValueError(f"{kind}: the {name} has no {key!r}, but must have it.")
 
 
+def settle(owner: Any, name: str, value: Any) -> None:
+    """Set an argument of a frozen dataclass to its usual form; for `__post_init__` only."""
+    object.__setattr__(owner, name, value)
+
+
 def ratio(owner: Any, name: str, value: Any) -> None:
     """Raise ValueError unless `value` is a number in (0, 1]."""
     if not is_number(value) or not 0 < value <= 1:

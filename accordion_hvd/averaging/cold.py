@@ -49,7 +49,7 @@ class Innovations(Averaging, abc.ABC):
     gamma: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "topology", topology(self, self.topology))
+        check.settle(self, "topology", topology(self, self.topology))
         check.ratio(self, "gamma", self.gamma)
 
     def equal(self, step: int) -> bool:

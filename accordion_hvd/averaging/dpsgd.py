@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.averaging.topology import topology
 from accordion_hvd.core.base import ExchangeGenerator, Info, Neighbours, State, Tensor
@@ -34,7 +35,7 @@ class DPSGD(Averaging):
     topology: Any = "ring"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "topology", topology(self, self.topology))
+        check.settle(self, "topology", topology(self, self.topology))
 
     def equal(self, step: int) -> bool:
         return False

@@ -47,7 +47,7 @@ class Topology:
             except (TypeError, ValueError):
                 check.refuse(self, "kind", self.kind, "a graph's name or a matrix of weights")
             _check_matrix(self, matrix)
-            object.__setattr__(self, "kind", matrix)
+            check.settle(self, "kind", matrix)
 
     def weights(self, size: int) -> np.ndarray:
         """Return W for `size` ranks.

@@ -69,7 +69,10 @@ class DGC(Sparsifier):
         check.integer(self, "warmup", self.warmup, least=0)
         if self.clip is not None and (not check.is_number(self.clip) or self.clip <= 0):
             check.refuse(self, "clip", self.clip, "a number above 0, or None")
-        object.__setattr__(self, "batching", "alike" if self.clip is None else "")
+
+    @property
+    def batching(self) -> str:  # type: ignore[override]
+        return "alike" if self.clip is None else ""
 
     def init(self, spec: Spec, info: Info) -> State:
         """Return `error`, the paper's v, and `momentum`, its u: vectors of the gradient's size."""

@@ -48,16 +48,8 @@ class Momentum(CompressorWrapper):
         check.below_one(self, "momentum", self.momentum)
 
     @property
-    def scope(self) -> str:  # type: ignore[override]
-        return self.compressor.scope
-
-    @property
     def batching(self) -> str:  # type: ignore[override]
         return "alike" if self.compressor.batching else ""
-
-    @property
-    def fp16_reduction(self) -> bool:  # type: ignore[override]
-        return self.compressor.fp16_reduction
 
     @property
     def per_rank_state(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -64,10 +64,10 @@ class TwoLevel(CompressorWrapper):
             check.refuse(self, "compressor", self.compressor, allowed)
         if isinstance(self.compressor, Private):
             check.refuse(self, "compressor", self.compressor, "one that is not private")
-        for aspect in ("output", "scope", "fp16_reduction"):
-            object.__setattr__(self, aspect, getattr(self.compressor, aspect))
-        batching = "any" if self.compressor.batching == "any" else ""
-        object.__setattr__(self, "batching", batching)
+
+    @property
+    def batching(self) -> str:  # type: ignore[override]
+        return "any" if self.compressor.batching == "any" else ""
 
     def init(self, spec: Spec, info: Info) -> State:
         """Return the inner state for this rank's slice; {} if there is one host (see `place`)."""

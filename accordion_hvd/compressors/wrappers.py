@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar
 
 from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Info, State, Tensor
@@ -15,20 +16,17 @@ class CompressorWrapper(Compressor):
     """Compressor that delegates to an inner compressor and uses its state."""
 
     compressor: Compressor
+    output = property(attrgetter("compressor.output"))  # type: ignore[assignment]
+    scope = property(attrgetter("compressor.scope"))  # type: ignore[assignment]
+    fp16_reduction = property(attrgetter("compressor.fp16_reduction"))  # type: ignore[assignment]
+    period = property(attrgetter("compressor.period"))
+    startup_steps = property(attrgetter("compressor.startup_steps"))
 
     def accept(self, spec: Spec, name: str) -> None:
         self.compressor.accept(spec, name)
 
     def variant(self, step: int) -> int:
         return self.compressor.variant(step)
-
-    @property
-    def period(self) -> int:
-        return self.compressor.period
-
-    @property
-    def startup_steps(self) -> int:
-        return self.compressor.startup_steps
 
     def plain(self) -> Compressor | None:
         return self.compressor.plain()
@@ -72,10 +70,7 @@ class ErrorFeedback(Wrapper):
     """
 
     per_rank_state: ClassVar[tuple[str, ...]] = ("error",)
-
-    @property
-    def contractive(self) -> bool:  # type: ignore[override]
-        return self.codec.contractive
+    contractive = property(attrgetter("codec.contractive"))  # type: ignore[assignment]
 
     def init(self, spec: Spec, info: Info) -> State:
         """Return `error`: the residual, in the codec's layout."""
@@ -102,9 +97,7 @@ class Gathered(Wrapper):
     averaged, such as `RandomK`.
     """
 
-    @property
-    def batching(self) -> str:  # type: ignore[override]
-        return self.codec.batching
+    batching = property(attrgetter("codec.batching"))  # type: ignore[assignment]
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         return without_feedback(self.codec, grad, state, info)

@@ -37,7 +37,6 @@ class Adam(UpdateRule):
     def __post_init__(self) -> None:
         check_betas(self, self.betas)
         check_eps(self, self.eps)
-        object.__setattr__(self, "betas", tuple(self.betas))
 
     def init(self, spec: Spec, info: Info) -> State:
         """Return the moments `m` and `v`, (size,), and `count`: updates of each, (2,) fp64."""

@@ -111,9 +111,11 @@ class UpdateRule(Compressor):
 
 
 def check_betas(owner: Any, betas: Any) -> None:
+    """Raise ValueError unless `betas` are two decay rates; store them as a tuple."""
     fine = isinstance(betas, (tuple, list)) and len(betas) == 2
     if not fine or not all(check.is_number(beta) and 0 <= beta < 1 for beta in betas):
         check.refuse(owner, "betas", betas, "two numbers in [0, 1)")
+    check.settle(owner, "betas", tuple(betas))
 
 
 def check_eps(owner: Any, eps: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -70,21 +70,18 @@ class Birder(UpdateRule):
         bits: number of bits an element, 1 or 2; with `feedback`, any number in [0.1, 2] is allowed,
             which is the mean over exchanges.
         beta_b: decay rate of b, in [beta, 1); None: `beta`.
-
-    Attributes:
-        exact: True in the stage that `dense` returns: ranks average u exactly.
     """
 
     rescale_note: ClassVar[str] = "m and b are the ranks' means"
     averaged_state: ClassVar[tuple[str, ...]] = MOMENTS  # means preserve |m| <= b
     group_settings: ClassVar[tuple[str, ...]] = ("beta", "beta_b")
     decoupled_weight_decay: ClassVar[bool] = True
+    exact: ClassVar[bool] = False
 
     beta: float = 0.95
     within: str | None = None
     _: KW_ONLY
     feedback: bool = False
-    exact: bool = field(default=False, init=False)
     bits: float = 1
     beta_b: float | None = None
 
@@ -100,17 +97,22 @@ class Birder(UpdateRule):
         check_bits(self, self.bits)
         if self.period != 1 and not self.feedback:
             check.refuse(self, "bits", self.bits, "1 or 2 without feedback=True")
-        own: tuple[str, ...] = ("error", "server") if self.feedback else ()
-        own += ("host",) if self.feedback and self.within else ()
-        object.__setattr__(self, "per_rank_state", (*MOMENTS, *own))
-        object.__setattr__(self, "batching", "" if own else "alike")
-        object.__setattr__(self, "topology_aware", self.within is not None)
+
+    @property
+    def per_rank_state(self) -> tuple[str, ...]:  # type: ignore[override]
+        residuals = ("error", "server", "host") if self.within else ("error", "server")
+        return (*MOMENTS, *residuals) if self.feedback else MOMENTS
+
+    @property
+    def batching(self) -> str:  # type: ignore[override]
+        return "" if self.feedback else "alike"
+
+    @property
+    def topology_aware(self) -> bool:  # type: ignore[override]
+        return self.within is not None
 
     def dense(self) -> Birder:
-        """Return the stage that averages u exactly."""
-        stage = replace(self, within=None, feedback=False, bits=1)
-        object.__setattr__(stage, "exact", True)
-        return stage
+        return ExactBirder(self.beta, beta_b=self.beta_b)
 
     def variant(self, step: int) -> int:
         return SPEAKS if self.exact or speaks(self.bits, step) else SILENT
@@ -222,6 +224,12 @@ class Birder(UpdateRule):
         return {
             key: x for key, x in state.items() if key in self.per_rank_state and key not in MOMENTS
         }
+
+
+class ExactBirder(Birder):
+    """Dense stage of `Birder`: ranks average u exactly."""
+
+    exact: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

@@ -35,12 +35,6 @@ TINY = 1e-30
 
 MOMENTS = ("m", "v", "vmax", "count")
 
-OWN = ("error", "server")
-"""Keys of the per-rank state."""
-
-SLOW = ("replica", "behind")
-"""Further keys of the per-rank state with a `replica_lr` below 1."""
-
 RequestGenerator = Generator[Any, Any, tuple[Tensor, State, Tensor]]
 """A part of an exchange that returns a gradient, the new state, and scratch memory."""
 
@@ -134,8 +128,6 @@ class CDAdam(ExactCDAdam):
     """
 
     rescale_note: ClassVar[str] = "all replicas are the ranks' mean"
-    per_rank_state: ClassVar[tuple[str, ...]] = OWN
-
     compressor: Compressor | None = None
     _: KW_ONLY
     preconditioned: bool = False
@@ -149,8 +141,6 @@ class CDAdam(ExactCDAdam):
         check_bits(self, self.bits)
         check.ratio(self, "replica_lr", self.replica_lr)
         if self.compressor is None:
-            slow = () if self.replica_lr == 1 else SLOW
-            object.__setattr__(self, "per_rank_state", (*OWN, *slow))
             return
         why = _unfit(self.compressor)
         if why:
@@ -164,8 +154,16 @@ class CDAdam(ExactCDAdam):
             if getattr(self, key) != only:
                 allowed = f"{only} with a compressor, which has its own {own}"
                 check.refuse(self, key, getattr(self, key), allowed)
-        object.__setattr__(self, "per_rank_state", self.compressor.per_rank_state)
-        object.__setattr__(self, "batching", self.compressor.batching)
+
+    @property
+    def per_rank_state(self) -> tuple[str, ...]:  # type: ignore[override]
+        if self.compressor is not None:
+            return self.compressor.per_rank_state
+        return ("error", "server") + (() if self.replica_lr == 1 else ("replica", "behind"))
+
+    @property
+    def batching(self) -> str:  # type: ignore[override]
+        return "alike" if self.compressor is None else self.compressor.batching
 
     def dense(self) -> ExactCDAdam:
         return ExactCDAdam(self.betas, self.eps, self.bias_correction)

@@ -41,7 +41,6 @@ class FlooredAMSGrad(UpdateRule):
         check_betas(self, self.betas)
         if not check.is_number(self.eps) or self.eps < LEAST:
             check.refuse(self, "eps", self.eps, f"a number of at least {LEAST:g}")
-        object.__setattr__(self, "betas", tuple(self.betas))
 
     def init(self, spec: Spec, info: Info) -> State:
         """Return the moments `m`, `v` and `vmax`, (size,), and two counters.

@@ -59,7 +59,7 @@ class Link:
                 check.at_least(self, name, number, least=0)
             if name == "bandwidth" and 0 in numbers:
                 check.refuse(self, name, value, "above 0")
-            object.__setattr__(self, name, numbers if many else value)
+            check.settle(self, name, numbers if many else value)
         if self.inside is not None and self.inside._varies:
             check.refuse(self, "inside", self.inside, "a Link with one number for all hosts")
         check.one_of(self, "algorithm", self.algorithm, ("tree", "ring"))

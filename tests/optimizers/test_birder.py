@@ -420,7 +420,7 @@ def test_stages_share_moments() -> None:
             oracle.steps = step
         wanted = [oracle.step(grads.reshape(2, -1), 0.1) for oracle in oracles]
         found = world.step([{"w": g} for g in grads], 0.1)
-        stages.append("exact" not in world.exchanges[0].levels()["w"])
+        stages.append("Exact" not in world.exchanges[0].levels()["w"])
         assert found[1] is not None
         mine = found[1]["w"].reshape(-1)
         np.testing.assert_allclose(mine, wanted[stages[-1]], atol=1e-12)
@@ -548,4 +548,4 @@ def test_the_constructor_shows_the_papers_arguments_first() -> None:
     known = inspect.signature(Birder).parameters.values()
     ours = [x.name for x in known if x.kind is x.KEYWORD_ONLY]
     assert [x.name for x in known][:2] == ["beta", "within"] and len(ours) == 3
-    assert repr(Birder().dense()) == "Birder(beta=0.95, exact=True)"
+    assert repr(Birder().dense()) == "ExactBirder(beta=0.95)"
