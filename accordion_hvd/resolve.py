@@ -78,9 +78,8 @@ VARIABLE = "ACCORDION_HVD_COMPRESSION"
 @functools.cache
 def names() -> dict[str, Any]:
     """Return the classes and functions that spec strings may call, by lower-case name."""
-    private = {kind.__name__.lower(): kind for kind in (PrivacyBudget, TopAgg)}
     public = spec_strings.table(compressors, averaging, policy)
-    return public | private | {"none": compressors.Dense}
+    return public | {"none": compressors.Dense, "privacybudget": PrivacyBudget, "topagg": TopAgg}
 
 
 def parse(text: str) -> Any:

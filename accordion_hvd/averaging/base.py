@@ -38,8 +38,8 @@ class Averaging(Compressor):
             ranks changes.
     """
 
-    output: ClassVar[str] = "model"
-    scope: ClassVar[str] = "model"
+    output = "model"
+    scope = "model"
     inner: ClassVar[str] = "any"
     neighbours_only: ClassVar[bool] = False
     synchronizes: ClassVar[bool] = True

@@ -16,7 +16,7 @@ from accordion_hvd.ops.spec import Spec
 class AllElements(Codec):
     """Base class of methods that send all elements, in the gradient's dtype or 16 bits (`wire`)."""
 
-    batching: ClassVar[str] = "any"
+    batching = "any"
     feedback: ClassVar[bool] = False
     wire: ClassVar[str | None] = None
 

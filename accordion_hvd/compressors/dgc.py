@@ -55,7 +55,7 @@ class DGC(Sparsifier):
     gradients get no momentum.
     """
 
-    output: ClassVar[str] = "update"
+    output = "update"
     per_rank_state: ClassVar[tuple[str, ...]] = ("error", "momentum")
 
     ratio: float = 0.001

@@ -38,7 +38,7 @@ class Int8(Codec):
     ranks. On up to 7 ranks it is less than for fp32. Blocks may span tensors that share a call.
     """
 
-    batching: ClassVar[str] = "alike"
+    batching = "alike"
     contractive: ClassVar[bool] = True
     codes: ClassVar[tuple[int, ...]] = (8,)
     shared: ClassVar[str] = "block"

@@ -6,7 +6,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 from accordion_hvd import check
 from accordion_hvd.compressors.autoencoder import TINY, Autoencoder, code_size, signals_of
@@ -83,7 +83,7 @@ class LGC(Sparsifier):
     sum of squared values that decoding lost in the last step of training.
     """
 
-    scope: ClassVar[str] = "joint"
+    scope = "joint"
 
     ratio: float = 0.001
     form: str = "ring"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from accordion_hvd import check
 from accordion_hvd.compressors.dense import Dense
@@ -33,7 +33,7 @@ class Momentum(CompressorWrapper):
     Traffic: as for the inner compressor.
     """
 
-    output: ClassVar[str] = "update"
+    output = "update"
 
     compressor: Compressor
     momentum: float = 0.9

@@ -28,7 +28,7 @@ class Natural(Codec):
     up to 7 ranks it is less than for fp32.
     """
 
-    batching: ClassVar[str] = "any"
+    batching = "any"
     feedback: ClassVar[bool] = False
     unbiased: ClassVar[bool] = True
     codes: ClassVar[tuple[int, ...]] = (1, 8)

@@ -31,7 +31,7 @@ class OneBit(Codec):
     ranks.
     """
 
-    batching: ClassVar[str] = "alike"
+    batching = "alike"
     contractive: ClassVar[bool] = True
     codes: ClassVar[tuple[int, ...]] = (1,)
 

@@ -76,7 +76,7 @@ class PowerSGD(Compressor):
     `alternate`, one of them per step. With fp16, also one fp32 number.
     """
 
-    batching: ClassVar[str] = "alike"
+    batching = "alike"
     contractive: ClassVar[bool] = True
     detects_nonfinite: ClassVar[bool] = True
 

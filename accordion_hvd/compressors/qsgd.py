@@ -39,7 +39,7 @@ class QSGD(Codec):
     share a call share buckets.
     """
 
-    batching: ClassVar[str] = "any"
+    batching = "any"
     feedback: ClassVar[bool] = False
     unbiased: ClassVar[bool] = True
     shared: ClassVar[str] = "bucket"

@@ -32,7 +32,7 @@ class RandomK(Ratio, Codec):
     Traffic: an allreduce of 4 k bytes, which does not grow with the number of ranks.
     """
 
-    batching: ClassVar[str] = "alike"
+    batching = "alike"
     summed: ClassVar[bool] = True
     contractive: ClassVar[bool] = True
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from accordion_hvd import check
 from accordion_hvd.compressors.sparsifier import Sparsifier, mean_of, places
@@ -56,7 +56,7 @@ class ScaleCom(Sparsifier):
     as in the paper.
     """
 
-    batching: ClassVar[str] = "alike"
+    batching = "alike"
 
     beta: float = 1.0
     selection: str = "bins"

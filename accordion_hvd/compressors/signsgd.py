@@ -45,9 +45,9 @@ class SignSGD(Compressor):
     bytes, so traffic does not grow with the number of ranks.
     """
 
-    output: ClassVar[str] = "update"
+    output = "update"
     per_rank_state: ClassVar[tuple[str, ...]] = ("momentum",)
-    batching: ClassVar[str] = "alike"
+    batching = "alike"
 
     momentum: float = 0.0
 
@@ -128,7 +128,7 @@ class EFSignSGD(Codec):
     than 64 ranks it is less than for fp32.
     """
 
-    batching: ClassVar[str] = "alike"
+    batching = "alike"
     contractive: ClassVar[bool] = True
     codes: ClassVar[tuple[int, ...]] = (1,)
 

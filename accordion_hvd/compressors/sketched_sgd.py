@@ -47,9 +47,9 @@ class SketchedSGD(Sparsifier):
     defaults, 1/18 of the gradient.
     """
 
-    output: ClassVar[str] = "update"
+    output = "update"
     per_rank_state: ClassVar[tuple[str, ...]] = ("error", "momentum")
-    scope: ClassVar[str] = "flat"
+    scope = "flat"
 
     ratio: float = 0.001
     rows: int = 5

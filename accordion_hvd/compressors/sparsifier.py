@@ -41,7 +41,7 @@ class Sparsifier(Ratio, Compressor):
 class SparseCodec(Codec):
     """Base class of codecs whose messages are indices and values; other elements are zero."""
 
-    batching: ClassVar[str] = "alike"
+    batching = "alike"
     rows: ClassVar[bool] = True
 
     def encode(self, x: Tensor, info: Info) -> Message:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.core.base import (
@@ -46,7 +45,7 @@ class TernGrad(Compressor):
     hardly grows with the number of ranks.
     """
 
-    batching: ClassVar[str] = "alike"
+    batching = "alike"
 
     clip: float | None = 2.5
 

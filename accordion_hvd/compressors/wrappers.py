@@ -112,7 +112,7 @@ class HorovodCompression(Compressor):
             `decompress(tensor, context) -> tensor`.
     """
 
-    scope: ClassVar[str] = "each"
+    scope = "each"
     compression: Any = None
 
     def accept(self, spec: Spec, name: str) -> None:

@@ -206,11 +206,10 @@ class NotForStockHorovod:
         return self.compress(tensor)
 
 
-ASPECTS = {
-    "output": ("gradient", "update", "model"),
-    "scope": ("tensor", "flat", "joint", "model", "samples", "each"),
-    "batching": ("", "alike", "any"),
-}
+Output: TypeAlias = Literal["gradient", "update", "model"]
+Scope: TypeAlias = Literal["tensor", "flat", "joint", "model", "samples", "each"]
+Batching: TypeAlias = Literal["", "alike", "any"]
+ASPECTS = {"output": get_args(Output), "scope": get_args(Scope), "batching": get_args(Batching)}
 """The values of these attributes of a `Compressor`, which policies check."""
 
 
@@ -249,9 +248,9 @@ class Compressor(NotForStockHorovod):
             the next gradient.
     """
 
-    output: ClassVar[str] = "gradient"
-    scope: ClassVar[str] = "tensor"
-    batching: ClassVar[str] = ""
+    output: ClassVar[Output] = "gradient"
+    scope: ClassVar[Scope] = "tensor"
+    batching: ClassVar[Batching] = ""
     detects_nonfinite: ClassVar[bool] = False
     needs_weights: ClassVar[bool] = False
     per_rank_state: ClassVar[tuple[str, ...]] = ("error",)
@@ -464,8 +463,8 @@ class Private(Compressor):
     treats non-finite gradients as zeros, because a flag for them would reveal information.
     """
 
-    scope: ClassVar[str] = "model"
-    batching: ClassVar[str] = "any"
+    scope: ClassVar[Scope] = "model"
+    batching: ClassVar[Batching] = "any"
 
     def accountant(self, policy: Any) -> Observer:
         """Return the `private` observer that accounts for the exchanges of `policy`."""

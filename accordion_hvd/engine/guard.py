@@ -7,7 +7,7 @@ import math
 import os
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from accordion_hvd.core.base import Tensor
 logger = logging.getLogger(__name__)
 
 Mode: TypeAlias = Literal["error", "warn", "off"]
-MODES = ("error", "warn", "off")
+MODES = get_args(Mode)
 EARLY = (1, 2, 10)
 """Steps to check besides every `every`-th one: most mistakes show in the first steps."""
 

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from accordion_hvd.check import first_match, matches
-from accordion_hvd.core.base import Compressor, Info, State, Tensor, narrowed, widened
+from accordion_hvd.core.base import Compressor, Info, Scope, State, Tensor, narrowed, widened
 from accordion_hvd.engine.saved_state import SavedState
 from accordion_hvd.ops import on_cpu, random
 from accordion_hvd.ops.spec import ITEMSIZE, Spec
@@ -95,10 +95,10 @@ class Bucket:
 def make_buckets(
     tensors: Sequence[TensorInfo],
     *,
-    scope: str = "tensor",
+    scope: Scope = "tensor",
     skip: Sequence[str] = (),
     min_elements: int = MIN_ELEMENTS,
-    scopes: Mapping[str, str] | None = None,
+    scopes: Mapping[str, Scope] | None = None,
 ) -> list[Bucket]:
     """Divide `tensors` into buckets; a pure function, so that all ranks get the same buckets.
 
@@ -130,7 +130,7 @@ def make_buckets(
     return sorted(own + packed, key=lambda bucket: bucket.members[-1])
 
 
-def _compressed(tensors: Sequence[TensorInfo], which: Sequence[int], scope: str) -> list[Bucket]:
+def _compressed(tensors: Sequence[TensorInfo], which: Sequence[int], scope: Scope) -> list[Bucket]:
     if scope in ("flat", "joint"):
         limit = FLAT_BYTES if scope == "flat" else math.inf
         return _packed(tensors, which, compress=True, limit=limit)

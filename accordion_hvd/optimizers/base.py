@@ -7,7 +7,7 @@ from inspect import Signature, signature
 from typing import Any, ClassVar
 
 from accordion_hvd import check
-from accordion_hvd.core.base import Compressor, Info, State, Tensor
+from accordion_hvd.core.base import Batching, Compressor, Info, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.signs import joint_residual
@@ -38,8 +38,8 @@ class UpdateRule(Compressor):
             paper. A parameter group's setting of this name overrides it; Keras always subtracts.
     """
 
-    output: ClassVar[str] = "update"
-    batching: ClassVar[str] = "alike"
+    output = "update"
+    batching: ClassVar[Batching] = "alike"
     per_rank_state: ClassVar[tuple[str, ...]] = ()
 
     group_settings: ClassVar[tuple[str, ...]] = ("betas", "eps")

@@ -31,8 +31,8 @@ class FlooredAMSGrad(UpdateRule):
     change in that step (ours).
     """
 
-    scope: ClassVar[str] = "flat"
-    batching: ClassVar[str] = ""
+    scope = "flat"
+    batching = ""
 
     betas: tuple[float, float] = (0.9, 0.99)
     eps: float = 1e-8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging
@@ -13,7 +13,7 @@ from accordion_hvd.core.base import Compressor
 from accordion_hvd.core.observer import Observer, Observers
 from accordion_hvd.policies.base import Decision, Numbers, Seen, Windowed, agree, override
 from accordion_hvd.policies.cost_model import averaging_share, bytes_sent
-from accordion_hvd.policies.evidence import GradientSums
+from accordion_hvd.policies.evidence import GradientSums, Signal
 from accordion_hvd.policies.gate import Gate, as_gate
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Accordion(Windowed):
         threshold: float = 0.5,
         window: int | None = None,
         interval: int = 10,
-        signal: str = "local",
+        signal: Signal = "local",
         lr_drop: float | None = 0.5,
         overrides: Mapping[str, Compressor] | None = None,
         gate: str | Gate | None = None,
@@ -145,7 +145,7 @@ class Accordion(Windowed):
         check.integer(self, "interval", interval, least=1)
         if lr_drop is not None:
             check.ratio(self, "lr_drop", lr_drop)
-        check.one_of(self, "signal", signal, ("local", "reduced"))
+        check.one_of(self, "signal", signal, get_args(Signal))
         if budget is not None and self.gate is not None:
             check.refuse(self, "gate", gate, "None with a budget, which gates ignore")
         self.threshold, self.interval, self.lr_drop = threshold, interval, lr_drop

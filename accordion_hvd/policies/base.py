@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from accordion_hvd import check
 from accordion_hvd.compressors.dense import Dense
-from accordion_hvd.core.base import ASPECTS, Compressor, NotForStockHorovod, Private
+from accordion_hvd.core.base import ASPECTS, Compressor, NotForStockHorovod, Output, Private, Scope
 from accordion_hvd.core.observer import Observers
 from accordion_hvd.policies.evidence import Evidence
 from accordion_hvd.policies.gate import Gate, Gating
@@ -53,9 +53,9 @@ class Policy(NotForStockHorovod, abc.ABC):
 
     evidence: tuple[Evidence, ...] = ()
     observers: Observers = Observers()
-    output: str = "gradient"
-    scope: str = "tensor"
-    scopes: Mapping[str, str] = {}
+    output: Output = "gradient"
+    scope: Scope = "tensor"
+    scopes: Mapping[str, Scope] = {}
     topology_aware: bool = False
     fp16_reduction: bool = False
     fixed: bool = False

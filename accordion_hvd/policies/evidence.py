@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from accordion_hvd.engine.exchange import Exchange
     from accordion_hvd.engine.layout import BucketState
 
+Signal: TypeAlias = Literal["local", "reduced"]
 Reading = Generator[Any, Any, dict[str, float]]
 """A generator that yields collectives and returns bucket -> number."""
 
@@ -133,7 +134,7 @@ class GradientSums(Evidence):
 
     key = "gradients"
 
-    def __init__(self, signal: str = "local", everywhere: bool = False) -> None:
+    def __init__(self, signal: Signal = "local", everywhere: bool = False) -> None:
         self.signal, self.everywhere = signal, everywhere
 
     def zeros(self, entry: BucketState) -> Tensor:

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from accordion_hvd.engine.exchange import Exchange
     from accordion_hvd.engine.layout import Bucket
 
-RELATIONS = ("replace", "add or remove")
+Relation: TypeAlias = Literal["replace", "add or remove"]
 """Relations of neighbouring data sets: they differ in one record's value, or in its presence."""
 
-ACCOUNTINGS = ("rdp", "pld")
+Accounting: TypeAlias = Literal["rdp", "pld"]
 """Methods that compute epsilon: Renyi divergences, or privacy loss distributions."""
 
 _ORDERS = [*range(2, 65), *range(72, 257, 8), 512, 1024]
@@ -50,19 +50,19 @@ class Release:
         rate: probability that a record is in the sample, in (0, 1]. A rate below 1 requires a
             secret Poisson sample (`PoissonSampler`). For batches of a shuffling loader it would
             understate epsilon: use 1 for these.
-        relation: relation of neighbouring data sets, one of `RELATIONS`.
+        relation: relation of neighbouring data sets, a `Relation`.
     """
 
     noise_multiplier: float
     rate: float = 1.0
-    relation: str = "replace"
+    relation: Relation = "replace"
 
     def __post_init__(self) -> None:
         value = self.noise_multiplier
         if not check.is_number(value) or not 0 <= value <= 1e12:
             check.refuse(self, "noise_multiplier", value, "a number from 0 to 1e12")
         check.ratio(self, "rate", self.rate)
-        check.one_of(self, "relation", self.relation, RELATIONS)
+        check.one_of(self, "relation", self.relation, get_args(Relation))
         if self.relation == "replace" and self.rate != 1:
             check.refuse(self, "rate", self.rate, "1 where records are replaced")
 
@@ -94,19 +94,19 @@ class PrivacyBudget:
     Args:
         epsilon: privacy bound, above 0; with infinity, releases are counted and never refused.
         delta: probability in (0, 1), well below 1 / (number of records).
-        accounting: method that computes epsilon, one of `ACCOUNTINGS`.
+        accounting: method that computes epsilon, an `Accounting`.
 
     Raises:
         ValueError: if an argument is out of range.
         ImportError: if dp-accounting is not installed.
     """
 
-    def __init__(self, epsilon: float, delta: float, accounting: str = "rdp") -> None:
+    def __init__(self, epsilon: float, delta: float, accounting: Accounting = "rdp") -> None:
         if not (check.is_number(epsilon) or epsilon == math.inf) or not epsilon > 0:
             check.refuse(self, "epsilon", epsilon, "a number above 0, or infinity")
         if not check.is_number(delta) or not 0 < delta < 1:
             check.refuse(self, "delta", delta, "a number in (0, 1)")
-        check.one_of(self, "accounting", accounting, ACCOUNTINGS)
+        check.one_of(self, "accounting", accounting, get_args(Accounting))
         self.epsilon, self.delta, self.accounting = float(epsilon), float(delta), accounting
         self.releases: dict[Release, int] = {}
         self._left: dict[Release, int] = {}  # cache, valid until another kind is spent
@@ -197,7 +197,7 @@ class PrivacyBudget:
             low, high = high, 2 * high
         return low + bisect.bisect(range(low + 1, min(high, _MOST) + 1), self.epsilon, key=spent)
 
-    def _spent_with(self, release: Release, accounting: str) -> Callable[[int], float]:
+    def _spent_with(self, release: Release, accounting: Accounting) -> Callable[[int], float]:
         """Return the function from a number of further releases to epsilon."""
         before = self.releases.get(release, 0)
         return lambda count: epsilon_of(
@@ -205,7 +205,9 @@ class PrivacyBudget:
         )
 
 
-def epsilon_of(counts: Mapping[Release, int], delta: float, accounting: str = "rdp") -> float:
+def epsilon_of(
+    counts: Mapping[Release, int], delta: float, accounting: Accounting = "rdp"
+) -> float:
     """Return an upper bound of epsilon of these numbers of releases; infinity without noise."""
     counts = {release: count for release, count in counts.items() if count}
     if not counts:
@@ -276,8 +278,8 @@ def multiplier_for(
     delta: float,
     releases: int,
     rate: float = 1.0,
-    relation: str = "replace",
-    accounting: str = "rdp",
+    relation: Relation = "replace",
+    accounting: Accounting = "rdp",
 ) -> float:
     """Return the least noise multiplier (to 0.1 %) for this number of releases in a budget.
 
@@ -286,7 +288,7 @@ def multiplier_for(
         delta: probability in (0, 1).
         releases: number of releases.
         rate: probability that a record is in a secret Poisson sample, in (0, 1]; see `Release`.
-        relation: relation of neighbouring data sets, one of `RELATIONS`.
+        relation: relation of neighbouring data sets, a `Relation`.
         accounting: method that computes epsilon, that of the `PrivacyBudget`.
 
     Raises:
@@ -295,7 +297,7 @@ def multiplier_for(
     check.integer("multiplier_for", "releases", releases, least=1)
     if not check.is_number(epsilon) or not epsilon > 0:
         check.refuse("multiplier_for", "epsilon", epsilon, "a number above 0")
-    check.one_of("multiplier_for", "accounting", accounting, ACCOUNTINGS)
+    check.one_of("multiplier_for", "accounting", accounting, get_args(Accounting))
     spent = lambda noise: epsilon_of({Release(noise, rate, relation): releases}, delta, accounting)  # noqa: E731
     low, high = 0.0, 1.0
     while spent(high) > epsilon:

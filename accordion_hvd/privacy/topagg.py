@@ -7,18 +7,18 @@ import warnings
 from collections.abc import Generator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from accordion_hvd import check
 from accordion_hvd.core.base import Allreduce, ExchangeGenerator, Info, Private, State, Tensor
 from accordion_hvd.ops import namespace, random
 from accordion_hvd.ops.spec import Spec
-from accordion_hvd.privacy.budget import PrivacyAccountant, PrivacyBudget, Release
+from accordion_hvd.privacy.budget import PrivacyAccountant, PrivacyBudget, Relation, Release
 
 TRUSTED = 0
 """Rank that draws the noise and adds it to its votes."""
 
-UNITS = ("rank", "teacher", "example")
+Unit: TypeAlias = Literal["rank", "teacher", "example"]
 
 _CHUNK = 1 << 24  # elements processed at once; positions are int32
 _LARGEST = 1e8  # largest sigma; its noise fits easily into 32 bits
@@ -81,7 +81,7 @@ class TopAgg(Private):
     clip: float | None
     sigma: float
     threshold: float | None = None
-    unit: str = "rank"
+    unit: Unit = "rank"
     contributors: int | None = None
     rate: float = 1.0
     budget: PrivacyBudget | None = None
@@ -105,7 +105,7 @@ class TopAgg(Private):
         return "model" if self.unit == "rank" else "samples"
 
     def _check_unit(self) -> None:
-        check.one_of(self, "unit", self.unit, UNITS)
+        check.one_of(self, "unit", self.unit, get_args(Unit))
         if self.unit != "rank":
             check.integer(self, "contributors", self.contributors, least=1)
         elif self.contributors is not None:
@@ -147,7 +147,7 @@ class TopAgg(Private):
     @property
     def mechanism(self) -> Release:
         """Return the mechanism of one release: Gaussian; for examples, on a Poisson sample."""
-        relation = "add or remove" if self.unit == "example" else "replace"
+        relation: Relation = "add or remove" if self.unit == "example" else "replace"
         return Release(self.sigma / self.sensitivity, float(self.rate), relation)
 
     def accountant(self, policy: Any) -> PrivacyAccountant:
