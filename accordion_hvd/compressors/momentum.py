@@ -42,9 +42,8 @@ class Momentum(CompressorWrapper):
         inner: Any = self.compressor
         supported = isinstance(inner, Compressor) and not isinstance(inner, Private)
         if not supported or inner.sharded or inner.output != "gradient":
-            check.refuse(
-                self, "compressor", inner, "a compressor that returns the mean of full gradients"
-            )
+            allowed = "a compressor that returns the mean of full gradients"
+            check.refuse(self, "compressor", inner, allowed)
         check.below_one(self, "momentum", self.momentum)
 
     @property

@@ -60,8 +60,7 @@ class TwoLevel(CompressorWrapper):
 
     def __post_init__(self) -> None:
         if not isinstance(self.compressor, Compressor):
-            allowed = "a Compressor such as PowerSGD(1)"
-            check.refuse(self, "compressor", self.compressor, allowed)
+            check.refuse(self, "compressor", self.compressor, "a Compressor such as PowerSGD(1)")
         if isinstance(self.compressor, Private):
             check.refuse(self, "compressor", self.compressor, "one that is not private")
 

@@ -156,7 +156,7 @@ class Info:
             tensors side by side; () if not known.
         shape: shape of the tensor, or of each tensor of a stack (`Compressor.batching`); () if not
             known. For a slice of `TwoLevel`, the shape of the full tensor.
-        parameter: the weights, in the gradient's shape; only if the compressor `needs_weights`.
+        parameter: the weights, in the gradient's shape; only if an `UpdateRule` `needs_weights`.
         hyper: settings of the tensor's parameter group, by name.
         loss_scale: loss scale by which the gradient was divided, equal on all ranks; None: none.
     """
@@ -236,7 +236,6 @@ class Compressor(NotForStockHorovod):
         detects_nonfinite: whether the tensor of the first request is non-finite whenever the
             gradient is, and the changes to the state until then can be undone. This saves a
             separate pass over the gradient.
-        needs_weights: whether `Info.parameter` holds the weights.
         per_rank_state: keys of the state that are useful to this rank only.
         contractive: True if C is contractive, E||x - C(x)||^2 <= (1 - delta) ||x||^2 for
             x = error + gradient and some delta > 0, and if the message depends on x only.
@@ -252,7 +251,6 @@ class Compressor(NotForStockHorovod):
     scope: ClassVar[Scope] = "tensor"
     batching: ClassVar[Batching] = ""
     detects_nonfinite: ClassVar[bool] = False
-    needs_weights: ClassVar[bool] = False
     per_rank_state: ClassVar[tuple[str, ...]] = ("error",)
     contractive: ClassVar[bool] = False
     topology_aware: ClassVar[bool] = False

@@ -29,7 +29,7 @@ from accordion_hvd.engine.saved_state import SavedState
 from accordion_hvd.engine.step import Accounts, Step
 from accordion_hvd.ops import numpy
 from accordion_hvd.ops.spec import Spec
-from accordion_hvd.optimizers.base import UpdateRule
+from accordion_hvd.optimizers.base import UpdateRule, needs_weights
 from accordion_hvd.policies.base import Policy
 from accordion_hvd.policies.evidence import Evidence
 from accordion_hvd.policies.gate import Advice, Gating
@@ -409,7 +409,7 @@ class Exchange:
         assert self.running is not None
         for index, batch in enumerate(self.running.layout.batches):
             parameter = there = None
-            if weights and batch.first.compressor.needs_weights:
+            if weights and batch.first.needs_weights:
                 parameter = batch.pack([weights[m] for m in batch.members])
             if present is not None:
                 there = self.xp.stack([present[m] for m in batch.members])
@@ -425,7 +425,7 @@ class Exchange:
 
     @property
     def any_needs_weights(self) -> bool:
-        return any(level.needs_weights for entry in self.bucket_states for level in entry.levels)
+        return any(needs_weights(level) for entry in self.bucket_states for level in entry.levels)
 
     # ------------------------------------------------------------------- step numbers and rates
     def info(self, entry: BucketState, step: Any = None) -> Info:

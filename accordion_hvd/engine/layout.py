@@ -27,7 +27,7 @@ from accordion_hvd.core.base import Compressor, Info, Scope, State, Tensor, narr
 from accordion_hvd.engine.saved_state import SavedState
 from accordion_hvd.ops import on_cpu, random
 from accordion_hvd.ops.spec import ITEMSIZE, Spec
-from accordion_hvd.optimizers.base import UpdateRule
+from accordion_hvd.optimizers.base import UpdateRule, needs_weights
 from accordion_hvd.policies.evidence import SKETCHED, Evidence
 
 MIN_ELEMENTS = 1024
@@ -180,6 +180,7 @@ class BucketState:
     Attributes:
         level, compressor: number of the level that serves the bucket now, and the level itself.
         phased: whether phases of this level differ.
+        needs_weights: whether this level is an `UpdateRule` that needs the weights.
         sharded: whether ranks store parts of a level's state.
         narrow: whether residuals are stored as words of bfloat16 (`core.base.narrowed`).
         inactive: states of other levels, by level.
@@ -215,6 +216,7 @@ class BucketState:
     def serve(self, level: int) -> None:
         self.level, self.compressor = level, self.levels[level]
         self.phased = self.compressor.period != 1
+        self.needs_weights = needs_weights(self.compressor)
 
     @property
     def stored(self) -> State | None:

@@ -170,7 +170,6 @@ def _possible(exchange: Exchange) -> bool:
     return bool(
         entries
         and policy.output == "gradient"
-        and not any(x.compressor.needs_weights for x in entries)
         and all(exchange.counted - x.served_from >= x.compressor.startup_steps for x in entries)
         and not any(policy.observers.any(x) for x in ("measures", "private"))
         and (on_cpu(exchange.device) or exchange.accounts.each_step <= ROOM)

@@ -28,6 +28,7 @@ class UpdateRule(Compressor):
         group_settings: fields that parameter groups may override for their tensors (`Info.hyper`).
         rescale_note: description of how `rescale` converts the per-rank state, for messages.
         averaged_state: keys of the per-rank state that `rescale` averages over the ranks.
+        needs_weights: whether `Info.parameter` holds the weights.
         applies_weight_decay: whether the direction contains decoupled weight decay (`decay`); the
             framework's optimizer must not apply it again.
         returns_weights: whether `exchange` returns the new weights, to be assigned, instead of a
@@ -45,6 +46,7 @@ class UpdateRule(Compressor):
     group_settings: ClassVar[tuple[str, ...]] = ("betas", "eps")
     rescale_note: ClassVar[str] = "nothing is lost"
     averaged_state: ClassVar[tuple[str, ...]] = ()
+    needs_weights: ClassVar[bool] = False
     applies_weight_decay: ClassVar[bool] = False
     returns_weights: ClassVar[bool] = False
     decoupled_weight_decay: ClassVar[bool] = False
@@ -108,6 +110,10 @@ class UpdateRule(Compressor):
     def rescale_from_one(self, state: State, spec: Spec, info: Info) -> State:
         """Return this rank's state, given only the state of another rank (NumPy arrays)."""
         return self.rescale([state], spec, info)
+
+
+def needs_weights(compressor: Compressor) -> bool:
+    return isinstance(compressor, UpdateRule) and compressor.needs_weights
 
 
 def check_betas(owner: Any, betas: Any) -> None:

@@ -306,8 +306,7 @@ class CDAdam(ExactCDAdam):
             return {**state, "replica": xp.copy(replica)}
         if self.compressor is None:
             return {**state, "error": -replica}
-        residual = xp.cast(-replica, xp.dtype(state["error"]))
-        return self.compressor.with_residual(state, residual)
+        return self.compressor.with_residual(state, xp.cast(-replica, xp.dtype(state["error"])))
 
     # ----------------------------------------------------------------------- stages and other ranks
     def deactivate(self, state: State) -> State:
@@ -327,8 +326,7 @@ class CDAdam(ExactCDAdam):
         if self.compressor is None or other.compressor is None:
             return {**state, **{key: copied(other_state[key]) for key in self.per_rank_state}}
         state = self.compressor.warm_start(state, other.compressor, other_state)
-        residual = copied(other.compressor.residual(other_state))
-        return self.compressor.with_residual(state, residual)
+        return self.compressor.with_residual(state, copied(other.compressor.residual(other_state)))
 
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """Preserve equal tensors; set all replicas to the mean of the old replicas."""

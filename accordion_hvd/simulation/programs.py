@@ -381,7 +381,7 @@ def record_batch(exchange: Exchange, entries: Sequence[BucketState], stacked: st
         batch.open(info, ())
         tensors = [gradient_like(entry) for entry in fresh]
         grad = batch.combine(tensors)
-        if first.compressor.needs_weights:
+        if first.needs_weights:
             info = replace(info, parameter=grad)
         return first.compressor.exchange(xp.copy(grad), batch.state, info)
 
@@ -492,7 +492,7 @@ class Rehearsal:
         times = [self._now()]
         for index, batch in enumerate(exchange.layout.batches):
             grad = batch.pack([self._values[member] for member in batch.members], True)
-            weights = grad if batch.first.compressor.needs_weights else None
+            weights = grad if batch.first.needs_weights else None
             exchange.start(index, grad, weights)
             times.append(self._now())
         step = exchange.running

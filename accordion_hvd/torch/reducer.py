@@ -405,7 +405,7 @@ class Reducer(GradientAverager[Exchange]):
             if self.batches > 1:
                 grad = grad.div_(self.batches)
             weights = None
-            if batch.first.compressor.needs_weights:
+            if batch.first.needs_weights:
                 weights = batch.pack([parameter.detach() for parameter in parameters])
             present = None
             if not all(there := self._are_present(parameters)):

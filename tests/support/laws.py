@@ -30,6 +30,7 @@ from frameworks import (
 )
 
 from accordion_hvd import Accordion, simulate
+from accordion_hvd.optimizers.base import needs_weights
 from accordion_hvd.simulation.one_process import World
 
 Law = Callable[[Case, Framework, int], None]
@@ -466,7 +467,7 @@ def weights_of(world: World, gradients: Sequence[Mapping[str, Any]]) -> list[dic
     """Return each rank's weights, equal before the first step; [] if no method reads weights."""
     policy = world._policies[0]
     levels = (*policy.levels("w"), policy.plain) if policy.output == "update" else ()
-    if not any(level.needs_weights for level in levels):
+    if not any(needs_weights(level) for level in levels):
         return []
     kept = vars(world).setdefault("weights", [])
     if not kept:

@@ -182,9 +182,8 @@ def _late(compressor: Compressor, info: Info, ranks: int) -> Info:
 
 def measurable(compressor: Compressor) -> bool:
     """Return whether a compressor can serve a tensor outside of an exchange."""
-    needs = compressor.needs_weights or compressor.topology_aware
-    alone = compressor.scope in ("tensor", "flat")
-    return compressor.output == "gradient" and alone and not needs
+    alone = compressor.scope in ("tensor", "flat") and not compressor.topology_aware
+    return compressor.output == "gradient" and alone
 
 
 def _number(xp: Any, scalar: Tensor) -> float:
