@@ -50,7 +50,7 @@ class Release:
         rate: probability that a record is in the sample, in (0, 1]. A rate below 1 requires a
             secret Poisson sample (`PoissonSampler`). For batches of a shuffling loader it would
             understate epsilon: use 1 for these.
-        relation: relation of neighbouring data sets, a `Relation`.
+        relation: relation of neighbouring data sets, "replace" or "add or remove".
     """
 
     noise_multiplier: float
@@ -94,7 +94,7 @@ class PrivacyBudget:
     Args:
         epsilon: privacy bound, above 0; with infinity, releases are counted and never refused.
         delta: probability in (0, 1), well below 1 / (number of records).
-        accounting: method that computes epsilon, an `Accounting`.
+        accounting: method that computes epsilon, "rdp" or "pld".
 
     Raises:
         ValueError: if an argument is out of range.
@@ -288,7 +288,7 @@ def multiplier_for(
         delta: probability in (0, 1).
         releases: number of releases.
         rate: probability that a record is in a secret Poisson sample, in (0, 1]; see `Release`.
-        relation: relation of neighbouring data sets, a `Relation`.
+        relation: relation of neighbouring data sets, "replace" or "add or remove".
         accounting: method that computes epsilon, that of the `PrivacyBudget`.
 
     Raises:
