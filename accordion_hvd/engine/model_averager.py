@@ -219,7 +219,7 @@ class ModelAverager(checkpoint.Keeper):
     def _means(self, what: str, values: Sequence[Tensor], factor: float = 1.0) -> list[Tensor]:
         """Return the means over the ranks, in the dtypes of `values`, multiplied by `factor`."""
         xp = self.xp
-        wide = [xp.cast(x, "float32") if xp.dtype(x) in HALF else xp.copy(x) for x in values]
+        wide = [xp.cast(x, "float32") if xp.dtype(x) in HALF else x for x in values]
         pending = self.communicator.launch(f"{self._name}.{what}", [Allreduce(x) for x in wide])
         pairs = zip(pending.result(), values, strict=True)
         return [xp.cast(mean * factor, xp.dtype(old)) for mean, old in pairs]

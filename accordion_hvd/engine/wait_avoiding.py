@@ -3,7 +3,7 @@
 The progress thread sends and receives all messages on behalf of its rank. The training thread
 publishes its model, activates a version and waits for the average of this version. If the training
 thread is late, the average exists already, with the model that it published before.
-`GroupProtocol` implements the protocol, `reduce_scatter` the sums, and `Wakeup` the waiting.
+`GroupProtocol` implements the protocol, `group_protocol.total` the sums, and `Wakeup` the waiting.
 """
 
 from __future__ import annotations
