@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 
 from accordion_hvd import check
+from accordion_hvd.comm.agreement import largest
 from accordion_hvd.comm.torch_distributed.process_sets import of_group
 from accordion_hvd.core.base import ResidualDtype
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.exchange import Exchange
-from accordion_hvd.engine.gradient_averager import largest
 from accordion_hvd.engine.guard import Guard, Mode
 from accordion_hvd.engine.ledger import LedgerOption, as_ledger
 from accordion_hvd.resolve import Compression
@@ -116,18 +116,11 @@ class State:
     collectives begin with the first backward pass, so it can be made before
     `init_process_group`.
 
+    Its other arguments are those of `register`.
+
     Args:
         compression: compressor, policy or spec string, as for `DistributedOptimizer`.
         model: the module that is, or will be, wrapped; it names the parameters.
-        optimizer: the optimizer, whose learning rates policies such as `Accordion` watch.
-        lr: function that returns the learning rate, if there is no optimizer yet; `Displacement`
-            and `Goodput` need the optimizer.
-        skip: shell-style patterns of the names of parameters whose gradients are sent uncompressed.
-        guard: reaction to replicas that differ, as for `DistributedOptimizer`.
-        guard_every: number of steps between comparisons of the replicas.
-        grad_scaler: the `GradScaler`, if there is one. Residuals are then stored in unscaled units.
-        ledger: record of the steps, as for `DistributedOptimizer`.
-        residual_dtype: dtype of stored residuals, as for `DistributedOptimizer`.
         process_group: ranks that average. Default: all ranks.
 
     Raises:
@@ -267,7 +260,7 @@ class BucketReducer(HookedReducer):
         return future
 
     def _set_up(self) -> None:
-        """Count the backward passes of an exchange (`no_sync`), whose number is not an argument."""
+        # DDP does not tell how many backward passes (`no_sync`) precede an exchange: count, once.
         first = not self.agreed
         super()._set_up()
         if first:
@@ -275,6 +268,7 @@ class BucketReducer(HookedReducer):
             most = torch.tensor([passes], dtype=torch.int32, device=self.device)
             found = int(self.communicator.run(f"{self.name}.passes", largest(most)))
             self.policy.passes = found or self.policy.passes
+            # From now on, counts only tell which parameters are unused.
             while not self.finds_unused and self._handles:
                 self._handles.pop().remove()
 
@@ -289,13 +283,13 @@ class BucketReducer(HookedReducer):
         super()._watch_unfrozen()
 
     def _close(self) -> None:
-        """Finish the exchange and complete the futures of all buckets."""
         try:
             self.finish()
         finally:
             futures, self._futures = self._futures, []
             self._views.clear()
             self._counted.clear()
+        # All at the end, because a batch may have gradients of several of DDP's buckets.
         for future, buffer in futures:
             future.set_result(buffer)
 
@@ -303,7 +297,7 @@ class BucketReducer(HookedReducer):
         return self._views[parameter]
 
     def _are_present(self, parameters: list[torch.Tensor]) -> list[bool]:
-        """Return whether a backward pass has reached each parameter; DDP does not tell hooks."""
+        # DDP does not tell hooks which parameters a backward pass has reached.
         return [not self.finds_unused or self._counted[p] > 0 for p in parameters]
 
     def _put(

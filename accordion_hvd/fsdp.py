@@ -174,12 +174,11 @@ class ShardReducer(BackwardReducer):
         self, parameters: list[torch.Tensor], means: list[torch.Tensor], exclusive: bool
     ) -> None:
         for parameter, mean in zip(parameters, means, strict=True):
-            if parameter.grad is None:
+            if parameter.grad is None:  # but another replica has one
                 parameter.grad = torch.zeros_like(parameter)
             _local(parameter.grad).copy_(_local(mean))
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """Return this rank's shard of a distributed tensor, or another tensor, detached."""
     detached = tensor.detach()
     return detached.to_local() if hasattr(detached, "to_local") else detached

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd.comm.communicator import Communicator
-from accordion_hvd.core.base import Allgather, Broadcast, ExchangeGenerator, Tensor
+from accordion_hvd.core.base import Allgather, Allreduce, Broadcast, ExchangeGenerator, Tensor
 from accordion_hvd.core.placement import groups, require_equal
 
 _HEAD, _LENGTH = 4096, 8  # bytes of the first message of `share`, and of the length in it
@@ -33,6 +33,11 @@ def gather(communicator: Communicator, values: Tensor) -> ExchangeGenerator:
     return [communicator.xp.to_numpy(part) for part in parts]  # type: ignore[return-value]
 
 
+def largest(numbers: Tensor) -> ExchangeGenerator:
+    """Return the largest number of all ranks, for each of `numbers`."""
+    return (yield Allreduce(numbers, op="max"))  # type: ignore[return-value]
+
+
 def share(communicator: Communicator, value: Any, device: Any = None) -> Generator[Any, Any, Any]:
     """Return rank 0's `value`, which JSON must support, on every rank.
 
@@ -40,7 +45,7 @@ def share(communicator: Communicator, value: Any, device: Any = None) -> Generat
     second one.
     """
     xp, words = communicator.xp, json.dumps(value).encode()
-    head = np.zeros(_HEAD, np.uint8)
+    head = np.zeros(_HEAD, np.uint8)  # of one size on all ranks: only rank 0 knows the length
     begin = np.frombuffer(len(words).to_bytes(_LENGTH, "little") + words[: _HEAD - _LENGTH], "u1")
     head[: begin.size] = begin
     sent = yield Broadcast(xp.asarray(head, device))
@@ -59,6 +64,7 @@ def require_agreement(communicator: Communicator, description: str, device: Any 
     Raises:
         RanksDisagree: on every rank; the message names the ranks and the first differing line.
     """
+    # Texts may be long: they travel only if their digests differ.
     digest = hashlib.blake2b(description.encode(), digest_size=8).digest()
     values = communicator.xp.asarray(np.frombuffer(digest, np.int64), device)
     digests = communicator.run("accordion.agree", gather(communicator, values))
@@ -77,7 +83,6 @@ def gather_texts(communicator: Communicator, text: str, device: Any = None) -> E
 
 
 def explain_disagreement(texts: Sequence[str]) -> str:
-    """Return a message with the ranks that differ from rank 0 and the first differing line."""
     for rank, text in enumerate(texts):
         for first, other in itertools.zip_longest(texts[0].splitlines(), text.splitlines()):
             if first != other:
@@ -118,21 +123,22 @@ def discover_hosts(communicator: Communicator, wanted: bool, device: Any = None)
         members.setdefault(int(row[0]), []).append(rank)
     hosts = tuple(tuple(ranks) for ranks in members.values())
     require_equal(hosts)
+    # Equal on all ranks, so that `register` refuses on all of them or on none.
     communicator.extensible = all(bool(row[1]) for row in table)
     communicator.register(groups(hosts))
     communicator.hosts = hosts
 
 
 def _key(rank: int) -> int:
-    """Return a number that identifies the host, derived from its name as the launcher knows it."""
     local_size = os.environ.get(VARIABLE)
     if local_size:
         if not local_size.isdecimal() or int(local_size) == 0:
             raise ValueError(f"{VARIABLE} is {local_size!r}, but must be an integer of at least 1.")
         return rank // int(local_size)
+    # The launcher knows which ranks share a host, whatever the machine is called.
     name = os.environ.get("HOROVOD_HOSTNAME") or host_name()
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+    return int.from_bytes(digest, "little", signed=True)  # it travels as int64
 
 
 def host_name() -> str:

@@ -131,7 +131,6 @@ class Traffic:
 
 
 def size_of(tensor: Any, dtype: str | None = None, xp: ModuleType | None = None) -> int:
-    """Return the number of bytes of a tensor, or of the tensor cast to `dtype`."""
     xp = xp or namespace(tensor)
     return math.prod(xp.shape(tensor)) * ITEMSIZE[dtype or xp.dtype(tensor)]
 

@@ -21,7 +21,7 @@ from accordion_hvd.ops import on_cpu
 
 _PAUSE = 0.1  # length of a pause, as a part of the time waited so far
 _SHORTEST, _LONGEST = 1e-4, 2e-3  # seconds
-_SAFE = 1.0  # seconds; no timeout is shorter
+_SAFE = 1.0  # seconds; no timeout is shorter, so that most polls need not read it
 
 
 class ProcessSet(Protocol):
@@ -153,6 +153,7 @@ class Pending:
         for i, decode, ranks, rows in self._decoders:
             parts = [results[i]] if rows is None else results[i]  # None: it is for one rank
             parts = parts if isinstance(parts, (list, tuple)) else xp.unstack(parts)
+            # On an accelerator, one call for the parts of all ranks costs less than one for each.
             if rows and not on_cpu(xp.device(parts[0])):
                 values, invalid = decode(xp.stack(parts))
                 results[i] = tuple(zip(*map(xp.unstack, values), strict=True))
@@ -172,15 +173,15 @@ class Pending:
         if not flags:
             return results
         doubts = xp.concat(flags)
-        if checked or xp.symbolic(doubts):
+        if checked or xp.symbolic(doubts):  # a graph checks by an assertion in it
             return xp.raise_on_invalid(results, doubts, senders)
         self.doubts = doubts, senders
         return results
 
     def _move(self, members: list[int], program: Running) -> None:
-        """Advance a program until it waits for a pending operation."""
         communicator = self._communicator
         while not program.done:
+            # A poll differs between ranks. Ordered engines go on in `ready` only, in one order.
             if communicator.ordered or not communicator.poll(program.asked):
                 self._running.append((members, program))
                 return

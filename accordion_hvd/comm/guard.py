@@ -30,7 +30,7 @@ def main(rank: str, limit: float) -> None:
         elif not _is_stopped(parent):
             silent += _STEP
     os.kill(parent, SIGNAL)
-    time.sleep(_STEP)
+    time.sleep(_STEP)  # in which the rank prints where its threads are
     if os.getppid() != parent:
         return
     why = "Horovod does not return from an operation because a rank does not answer"

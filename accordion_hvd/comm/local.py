@@ -110,5 +110,4 @@ def deal(
 
 
 def repeated(xp: ModuleType, tensor: Tensor, op: str, ranks: int) -> Tensor:
-    """Return the result of `reduce` for `ranks` copies of a tensor."""
     return tensor * ranks if op == "sum" and ranks > 1 else tensor

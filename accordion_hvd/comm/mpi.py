@@ -101,7 +101,6 @@ class Neighbourhood:
 
     @in_use()
     def exchange(self, asked: Neighbours) -> tuple[Tensor, ...]:
-        """Serve a request and return its result; collective."""
         if self._named is None:
             free_retired()
             self._named = asked.of, asked.to
@@ -111,7 +110,7 @@ class Neighbourhood:
         sent = np.ascontiguousarray(xp.to_numpy(xp.to_bytes(asked.tensor)))
         received = np.empty((len(asked.of), sent.size), np.uint8)
         began, operation = time.perf_counter(), self._graph.Ineighbor_allgather(sent, received)
-        while not operation.Test():
+        while not operation.Test():  # a wait within MPI would occupy a core
             self._pause(time.perf_counter() - began)
         kind = xp.dtype(asked.tensor), xp.shape(asked.tensor)
         device = xp.device(asked.tensor)

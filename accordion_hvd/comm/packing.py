@@ -42,7 +42,6 @@ Kind = tuple[Any, ...]
 def together(
     communicator: Collectives, requests: Sequence[Request]
 ) -> list[tuple[Kind, list[int]]]:
-    """Return the positions of requests that can share a collective, by kind, in their order."""
     groups: dict[Kind, list[int]] = {}
     for i, request in enumerate(requests):
         groups.setdefault(key(communicator, request), []).append(i)
@@ -52,7 +51,6 @@ def together(
 def program(
     communicator: Collectives, traffic: Traffic, name: str, kind: Kind, requests: list[Any]
 ) -> Program:
-    """Return the program that serves requests of one kind in one collective."""
     return _PROGRAMS[kind[0]](communicator, traffic, name, requests)
 
 
@@ -68,7 +66,7 @@ def key(communicator: Collectives, request: Request) -> Kind:
             "float16": communicator.native_fp16_allreduce,
             "bfloat16": communicator.native_bf16_allreduce,
         }
-        if request.op == "mean" and not native.get(dtype, True):
+        if request.op == "mean" and not native.get(dtype, True):  # None: not measured yet
             return "half", dtype, group
         if request.wire:
             return "wire", dtype, group
@@ -108,15 +106,13 @@ def count(
 def _single(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Allreduce]
 ) -> Program:
-    """Return the tensors of groups of one rank, without an operation of the engine."""
     return [request.tensor for request in requests]
-    yield
+    yield  # which makes it a generator
 
 
 def _reduce(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Allreduce]
 ) -> Program:
-    """Reduce all tensors in one operation; small tensors are packed into one buffer."""
     count(communicator, traffic, requests)
     xp = communicator.xp
     tensors = [request.tensor for request in requests]
@@ -124,12 +120,14 @@ def _reduce(
     least = _LARGE[on_cpu(xp.device(tensors[0]))]
     large = [i for i, size in enumerate(sizes) if size * 4 >= least or len(tensors) == 1]
     small = sorted(set(range(len(tensors))) - set(large))
+    # The engine overwrites its buffers. Small tensors share one, which costs a copy of each.
     buffers = [tensors[i] if requests[i].reuse else xp.copy(tensors[i]) for i in large]
     if small:
         buffers.append(xp.concat([xp.reshape(tensors[i], (-1,)) for i in small]))
     first = requests[0]
     buffers = yield communicator.allreduce(name, buffers, first.op, first.group)
     results: list[Any] = [None] * len(tensors)
+    # The last buffer may be that of the small tensors.
     for i, result in zip(large, buffers, strict=False):
         results[i] = result
     if small:
@@ -204,7 +202,6 @@ def _reduce_small(
 def _gather(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Allgather]
 ) -> Program:
-    """Gather the bytes of all tensors in one operation of known size."""
     count(communicator, traffic, requests)
     xp, group = communicator.xp, requests[0].group
     ranks = communicator.ranks(group)
@@ -218,11 +215,11 @@ def _gather(
 def _gather_uneven(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Allgather]
 ) -> Program:
-    """Gather the sizes of all tensors, then their bytes."""
     xp, group = communicator.xp, requests[0].group
     ranks = communicator.ranks(group)
     sent, sizes = _as_bytes(xp, requests)
     row = xp.asarray(np.array(sizes, np.int64), xp.device(sent))
+    # Sizes first: the result is cut by them, and torch.distributed must know them to pad.
     table = yield communicator.allgather(f"{name}.sizes", xp.to_bytes(row), group)
     _compare_sizes(xp, table, 8 * ranks * len(sizes), name)
     table = xp.to_numpy(xp.from_bytes(table, "int64", (ranks, len(sizes))))
@@ -248,7 +245,6 @@ def _compare_sizes(xp: ModuleType, flat: Tensor, expected: int | None, name: str
 
 
 def _as_bytes(xp: ModuleType, requests: Sequence[Request]) -> tuple[Tensor, list[int]]:
-    """Return the bytes of all tensors, concatenated, and the number of bytes of each."""
     parts = [xp.to_bytes(request.tensor) for request in requests]
     sizes = [_elements(xp, part) for part in parts]
     return parts[0] if len(parts) == 1 else xp.concat(parts), sizes
@@ -264,8 +260,8 @@ def _like(xp: ModuleType, request: Request, piece: Tensor) -> Tensor:
 def _by_request(
     xp: ModuleType, pieces: Sequence[Tensor], requests: Sequence[Request]
 ) -> list[tuple[Tensor, ...]]:
-    """Return the received tensors: one tuple per request, in rank order."""
     return [
+        # Pieces are all of the first rank, then all of the second one, ...
         tuple(_like(xp, request, piece) for piece in pieces[i :: len(requests)])
         for i, request in enumerate(requests)
     ]
@@ -286,7 +282,6 @@ def _broadcast(
 def _alltoall(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Alltoall]
 ) -> Program:
-    """Send each rank the bytes of its rows of all requests in one operation."""
     count(communicator, traffic, requests)
     xp, group = communicator.xp, requests[0].group
     if len(requests) == 1:  # without copies, since a single request may be large
@@ -309,7 +304,6 @@ def _alltoall(
 def _alltoall_splits(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Alltoall]
 ) -> Program:
-    """Run one operation per request, which also returns the number of rows from each rank."""
     xp, group = communicator.xp, requests[0].group
     members = range(communicator.size) if group is None else group
     position, results = list(members).index(communicator.rank), []
@@ -323,7 +317,9 @@ def _alltoall_splits(
         dtype = xp.dtype(request.tensor)
         width = ITEMSIZE[dtype] * math.prod(shape[1:])
         rows = xp.reshape(xp.to_bytes(request.tensor), (shape[0], width))
+        # One operation per request: rows of different requests differ in width.
         flat, counts = yield communicator.alltoall(f"{name}.{i}", rows, group, splits)
+        # A rank's own rows do not travel.
         sent, received = (width * (sum(x) - x[position]) for x in (splits, counts))
         within = sent if communicator.within_host(group) else 0.0
         traffic.add(Traffic(width * sum(splits), sent, received, within))
@@ -339,10 +335,10 @@ def _alltoall_splits(
 def _neighbours(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Neighbours]
 ) -> Program:
-    """Send the bytes of all requests to each neighbour, by one alltoall with splits."""
     count(communicator, traffic, requests)
     xp, first = communicator.xp, requests[0]
     packed, sizes = _as_bytes(xp, requests)
+    # Not all engines have collectives of neighbours: an alltoall sends nothing to others.
     splits = [sum(sizes) if rank in first.to else 0 for rank in range(communicator.size)]
     sent = xp.concat([packed] * len(first.to)) if first.to else packed[:0]
     flat, _ = yield communicator.alltoall(name, sent, None, splits)
@@ -375,7 +371,6 @@ def _elements(xp: ModuleType, tensor: Tensor) -> int:
 def _to_wire(
     communicator: Collectives, name: str, requests: Sequence[Allreduce], wire: str, length: int
 ) -> Tensor:
-    """Return the bytes of all tensors in dtype `wire`; on CPUs, the next step reuses the memory."""
     scratch, tensors = communicator.scratch, [request.tensor for request in requests]
     flat = communicator.xp.to_wire(tensors, wire, length, scratch.get(name) if scratch else None)
     if scratch is not None and on_cpu(communicator.xp.device(flat)):
@@ -384,5 +379,4 @@ def _to_wire(
 
 
 def _places(xp: ModuleType, requests: Sequence[Allreduce]) -> list[Tensor]:
-    """Return tensors that results may overwrite, with the requests' shapes and dtypes."""
     return [r.tensor if r.reuse else xp.copy(r.tensor) for r in requests]

@@ -105,7 +105,6 @@ class RecordingCommunicator(LocalCommunicator):
         """Return at once: all requests are answered."""
 
     def traffic(self, requests: Sequence[Request]) -> Traffic:
-        """Return the bytes of requests that are launched together, as other communicators do."""
         traffic = Traffic()
         for request in requests:
             if packing.key(self, request)[0] != "single":
@@ -115,7 +114,6 @@ class RecordingCommunicator(LocalCommunicator):
         return traffic
 
     def chains(self, requests: Sequence[Request]) -> Launch:
-        """Return the operations of requests that are launched together."""
         return tuple(
             tuple(self._chain([requests[i] for i in members]))
             for _, members in packing.together(self, requests)
@@ -139,7 +137,6 @@ class RecordingCommunicator(LocalCommunicator):
         return [Operation(names.get(kind, kind), size, group)]
 
     def received(self, request: Request) -> int:
-        """Return the bytes of the answer to a request."""
         parts = 1
         if isinstance(request, Allgather):
             parts = self.ranks(request.group)
@@ -207,7 +204,6 @@ def _among(request: Request, hosts: Hosts) -> Request:
 def _run(
     exchange: ExchangeGenerator, communicator: RecordingCommunicator, number: int | None
 ) -> Rounds:
-    """Return the requests of the first `number` rounds of a generator; None: of all rounds."""
     running = Running(exchange)
     rounds: list[tuple[Request, ...]] = []
     while not running.done:
@@ -217,6 +213,7 @@ def _run(
         if number is not None and (len(rounds) == number or excess > LARGE):
             running.close()
             break
+        # Answers may lie in the requests' memory, which the generator may overwrite.
         copies = [replace(x, tensor=communicator.xp.copy(x.tensor)) for x in requests]
         running.answer([communicator.answer(request) for request in copies])
     return tuple(rounds)
@@ -227,7 +224,7 @@ def _shapes(rounds: Rounds) -> list[list[tuple[Any, ...]]]:
 
 
 def _without_values(request: Request) -> Request:
-    """Return a request for a tensor of the same shape and dtype that takes no memory."""
+    # A view of one element, which takes no memory.
     tensor = np.broadcast_to(np.zeros((), request.tensor.dtype), request.tensor.shape)
     if isinstance(request, Allreduce):
         return replace(request, tensor=tensor, decode=None, reuse=True)
@@ -273,11 +270,10 @@ class RehearsalCommunicator(LocalCommunicator):
 
     @property
     def launched(self) -> list[tuple[str, Launch]]:
-        """Return (name, operations) of the launches since `launches` was cleared."""
         return [(name, tuple(map(tuple, x.values()))) for name, x in self.launches.items()]
 
     def poll(self, handle: Any) -> bool:
-        """Return False once for each operation, as if it took a while."""
+        # False once for each operation, as if it took a while.
         handle["polled"], polled = True, handle["polled"]
         return polled
 

@@ -33,13 +33,13 @@ def by_shares(exchange: RequestGenerator, rank: int, size: int) -> RequestGenera
 
 
 def _mean(asked: Allreduce, rank: int, size: int) -> RequestGenerator:
-    """Average one part of the members' vectors on each member, and send it to all members."""
     group, tensor = asked.group or (), asked.tensor
     assert asked.op == "mean" and rank in group
     xp, shape = namespace(tensor), namespace(tensor).shape(tensor)
     flat = xp.reshape(tensor, (-1,))
     count = xp.shape(flat)[0]
     part = -(-count // len(group))
+    # Each member averages one part of the vectors. Others get nothing, and take part.
     splits = [part if other in group else 0 for other in range(size)]
     received = yield Alltoall(xp.pad_last(flat, part * len(group)), splits=tuple(splits))
     parts = [received[member] for member in group]

@@ -40,7 +40,6 @@ class Connection:
     rtt: float
 
     def since(self, before: Connection | None) -> Connection:
-        """Return the connection with the bytes and seconds since an earlier measurement."""
         if before is None:
             return self
         return replace(self, sent=self.sent - before.sent, busy=self.busy - before.busy)
@@ -91,11 +90,10 @@ def address(number: float) -> str:
 
 
 def _connection(descriptor: int) -> Connection | None:
-    """Return the measurements of a descriptor; None if it is not a TCP connection."""
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return None
-        with socket.socket(fileno=os.dup(descriptor)) as sock:
+        with socket.socket(fileno=os.dup(descriptor)) as sock:  # which closes the duplicate only
             if sock.type != socket.SOCK_STREAM or sock.family not in _FAMILIES:
                 return None
             peer, port = sock.getpeername()[0], sock.getsockname()[1]

@@ -117,7 +117,7 @@ def register() -> None:
     Python calls functions that were registered later first: those of the script, then this one,
     then Horovod's.
     """
-    at_exit(_leave)
+    at_exit(lambda: leave() if _gave_up else None)
 
 
 def watch(rank: int, began: Callable[[], float] | None = None) -> None:
@@ -153,6 +153,7 @@ def guard_lock(rank: int) -> None:
     _start(_beat, rank)
 
 
+# One thread for each of the functions, however many communicators there are.
 @functools.cache
 def _start(run: Callable[[int], None], rank: int) -> None:
     name = f"accordion.ending.{run.__name__}"
@@ -160,12 +161,12 @@ def _start(run: Callable[[int], None], rank: int) -> None:
 
 
 def _look(rank: int) -> None:
-    """End this process if one of its waits takes too long."""
     limit, pause = seconds(), min(interval() / 5, _LONGEST)
     known: dict[Any, tuple[float, Wait]] = {}
     while True:
         time.sleep(pause)
-        present = {wait: wait() for wait in _waits} | dict(_calls)
+        present = {wait: wait() for wait in _waits} | dict(_calls)  # a copy: other threads go on
+        # A wait that began at another time is another one. A look may be late, but not by hours.
         known = {
             key: known[key] if key in known and known[key][0] == began else (began, Wait(2 * pause))
             for key, began in present.items()
@@ -179,20 +180,15 @@ def _look(rank: int) -> None:
 
 
 def _beat(rank: int) -> None:
-    """Start the guard of this process, and tell it that Python runs."""
     pause = interval()
     faulthandler.register(guard.SIGNAL, file=2, all_threads=True)
+    # The last beat may be a pause old. The guard needs Python's library only.
     words = [guard.__file__, str(rank), str(seconds() + pause)]
     with subprocess.Popen([sys.executable, "-I", "-S", *words], stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
         while process.poll() is None:
             os.write(process.stdin.fileno(), b".")
             time.sleep(pause)
-
-
-def _leave() -> None:
-    if _gave_up:
-        leave()
 
 
 def leave() -> NoReturn:

@@ -73,7 +73,7 @@ class Averages:
         self._name, self._kinds = name, {}
         for i, value in enumerate(values):
             dtype = self.xp.dtype(value)
-            key = "float32" if dtype in HALF else dtype, self.xp.device(value)
+            key = "float32" if dtype in HALF else dtype, self.xp.device(value)  # halves add in fp32
             self._kinds.setdefault(key, []).append(i)
         self._begin(self._joined(values), saved.get("steps", 0), saved)
 
@@ -83,7 +83,6 @@ class Averages:
         return self.method.equal(step)
 
     def average_now(self, model: Parameters, step: int) -> None:
-        """Replace the models of all ranks by their average."""
         self._run_all(self.method.synchronize, model, step, 0.0)
 
     def rest(self) -> None:
@@ -99,7 +98,6 @@ class Averages:
         return steps
 
     def counts(self) -> dict[str, Any]:
-        """Return the counts for `ModelAverager.stats`."""
         return {"sent": self._traffic.sent}
 
     def states(self) -> list[dict[str, np.ndarray]]:
@@ -123,7 +121,6 @@ class Averages:
             state.update({k: self.xp.asarray(np.array(v), device) for k, v in old.items()})
 
     def _run_all(self, act: Any, model: Parameters, step: int, lr: float) -> None:
-        """Run the exchange generators of all vectors, one after the other."""
         values, results = model.read(), []
         for i, vector in enumerate(self._joined(values)):
             exchange = act(vector, self._states[i], self._info(i, step, lr))
@@ -193,6 +190,7 @@ class MPIAverages(Averages):
     def rest(self) -> None:
         if self.engine is not None:
             self.engine.close()
+        # Counts go on from here: the next `begin` makes an engine that counts from 0.
         self._earlier, self.engine = self.counts(), None
 
     def version(self, steps: int) -> int:
@@ -230,6 +228,7 @@ def choose(
     `ModelAverager.set_up`.
     """
 
+    # What one rank chose by itself, the others would wait for.
     def all_ranks(flag: bool) -> bool:
         unset = communicator.xp.asarray(np.array([not flag], np.float32), device)
         pending = communicator.launch("accordion.able", [Allreduce(unset, op="max")])
@@ -240,10 +239,12 @@ def choose(
         return MPIAverages(method, communicator, traffic)
     result = Averages(method, communicator, traffic)
     if groups:
+        # Equal on all ranks, so that `register` refuses on all of them or on none.
         communicator.extensible = all_ranks(communicator.extensible)
         try:
             communicator.register(groups)
         except ValueError:
+            # Alltoalls among all ranks can replace groups, but compute means only.
             if not method.only_means:
                 raise
             result.by_shares = True

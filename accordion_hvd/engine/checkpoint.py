@@ -128,15 +128,18 @@ def save_state(directory: str | Path, only: Sequence[Any] = (), *, step: int | N
         raise RuntimeError(f"state: {doing} failed: step is {steps} on ranks 0, 1, ..., but must "
                            "be equal on all.")  # fmt: skip
     step = chosen[0].steps if step is None else int(step)
+    # After a change of the ranks, another rank than the new rank 0 may know the job's claim.
     known = next((name for _, name in rows if name is not None), None)
     owner = _on_rank_0(lead, lambda: files.claim(directory, known), doing)
-    if lead.rank:
+    if lead.rank:  # rank 0 holds the lock for all
         files.follow(directory, owner)
     folder = directory / _on_rank_0(lead, lambda: files.new_folder(directory).name, doing)
     try:
         rows = _on_all_ranks(lead, lambda: _write(folder, chosen), doing)
+        # Only after the files of all ranks: the manifest makes the checkpoint count.
         return _on_rank_0(lead, lambda: _complete(folder, chosen, rows, step, owner), doing)
     except RuntimeError:
+        # With its manifest, the checkpoint is whole, although what followed has failed.
         if lead.rank == 0 and not (folder / files.MANIFEST).exists():
             files.remove(folder)  # of a full disk, perhaps
         raise
@@ -173,6 +176,7 @@ def load_state(directory: str | Path, only: Sequence[Any] = ()) -> int:
         for take_back in undo:
             take_back()
         raise
+    # By now every rank has read and checked all of it, and knows that the others have.
     _on_all_ranks(lead, lambda: [restore() for restore in ready], doing)
     return manifest["step"]
 
@@ -205,7 +209,6 @@ def describe(exchange: Exchange) -> dict[str, Any]:
 
 
 def saved_of(exchange: Exchange) -> list[SavedState]:
-    """Return this rank's state of each bucket, in NumPy."""
     return [entry.saved().map(exchange.xp.to_numpy) for entry in exchange.bucket_states]
 
 
@@ -329,12 +332,14 @@ def restoring(exchange: Exchange, mine: Sequence[SavedState], about: dict[str, A
         new = exchange.load_bucket_state(entry, saved, made)
         new.name, new.served_by_level = row["seed"], {}
         new.served_from = about["steps"] - about["skipped"]
+        # Else the state was sharded and has been discarded, so that its level starts anew.
         if saved.states or not of_parts(entry.levels, made):
             new.served_from -= row["served"]
             new.served_by_level = dict(row["turns"])
         loaded.append(new)
     pairs = zip(about["buckets"], exchange.bucket_states, strict=True)
     policy = _renamed(about["policy"], {row["name"]: entry.bucket.name for row, entry in pairs})
+    # On a copy, because nothing may change if the state does not fit.
     trial = copy.deepcopy(exchange.policy)
     trial.load_state_dict(copy.deepcopy(policy))
     for entry in exchange.bucket_states:
@@ -351,7 +356,6 @@ def restoring(exchange: Exchange, mine: Sequence[SavedState], about: dict[str, A
 
 
 def _check_like(saved: Any, ours: Mapping[str, Any]) -> None:
-    """Check that a mapping has the keys of the present one, and values of the same kinds."""
     check.has("state", "saved state", saved, ours)
     for key, mine in ours.items():
         if mine is not None and _kind_of(saved[key]) is not _kind_of(mine):
@@ -396,7 +400,6 @@ def _begin(directory: Path, lead: Communicator, step: int | None) -> tuple[int |
 
 
 def _write(folder: Path, chosen: Sequence[Any]) -> dict[str, Any]:
-    """Write this rank's file and return its row in the manifest."""
     if not folder.is_dir():
         raise ValueError(f"{folder} of rank 0 is not there, but all ranks must share a file system")
     arrays: dict[str, np.ndarray] = {}
@@ -411,7 +414,6 @@ def _write(folder: Path, chosen: Sequence[Any]) -> dict[str, Any]:
 def _complete(
     folder: Path, chosen: Sequence[Any], rows: list[dict[str, Any]], step: int, owner: str
 ) -> int:
-    """Write the manifest, and remove old checkpoints once it is on the disk; return the step."""
     manifest = {
         "version": accordion_hvd.__version__,
         "owner": owner,
@@ -421,7 +423,7 @@ def _complete(
         "exchanges": [describe(exchange) for exchange in chosen],
     }
     files.write_manifest(folder, manifest)
-    files.remove_old(folder.parent)
+    files.remove_old(folder.parent)  # not before the new one is on the disk
     return step
 
 
@@ -432,7 +434,6 @@ def _arrays(exchange: Exchange, prefix: str) -> dict[str, np.ndarray]:
 
 
 def _newest(lead: Communicator, directory: Path, doing: str) -> tuple[Path, dict[str, Any]]:
-    """Return the folder and the manifest of the newest usable checkpoint; collective."""
     skipped: list[str] = []
     lost = False
     for name, finished in _on_rank_0(lead, lambda: files.survey(directory), doing):
@@ -452,15 +453,12 @@ def _newest(lead: Communicator, directory: Path, doing: str) -> tuple[Path, dict
 def _usable(
     lead: Communicator, folder: Path, finished: bool, doing: str
 ) -> tuple[dict[str, Any], str]:
-    """Return a checkpoint's manifest, and why it cannot be used, if so; collective.
-
-    Each rank compares the checksums of some of the files.
-    """
     if not finished:
         return {}, "was not written to its end"
     manifest, problem = _on_rank_0(lead, lambda: files.examine(folder), doing)
     if problem:
         return manifest, problem
+    # Each rank compares the checksums of some of the files.
     mine = range(lead.rank, manifest["ranks"], lead.size)
     problems = _on_all_ranks(lead, lambda: files.problem_of(folder, manifest, mine), doing)
     return manifest, next(filter(None, problems), "")
@@ -469,13 +467,9 @@ def _usable(
 def _fall_back(
     lead: Communicator, folder: Path, manifest: dict[str, Any], skipped: Sequence[str], lost: bool
 ) -> None:
-    """Log why the checkpoint `folder` is restored although there are newer ones.
-
-    Raises:
-        RuntimeError: if privacy was spent since, and the record of that is `lost`.
-    """
     rows, reasons = manifest["exchanges"], "; ".join(skipped)
     text = f"{folder}, saved after step {rows[0].get('steps')}"
+    # The record of what was spent since is lost with it: the budget could be exceeded.
     if lost and any("privacy" in row.get("policy", ()) for row in rows):
         raise RuntimeError(
             f"state: the newest checkpoint cannot be used ({reasons}), and the one before it, "
@@ -503,7 +497,6 @@ def _prepare(manifest: dict[str, Any], chosen: Sequence[Any], undo: list[Restore
 
 
 def _restoring(folder: Path, manifest: dict[str, Any], chosen: Sequence[Any]) -> list[Restore]:
-    """Read the saved exchanges, and return functions that restore them."""
     ranks, ready = manifest["ranks"], []
     for number, (owner, row) in enumerate(zip(chosen, manifest["exchanges"], strict=True)):
         exchange, load = owner.exchange, functools.partial(_load, folder, ranks, f"{number}/")
@@ -531,10 +524,10 @@ def _report_rescaling(exchange: Exchange, ranks: int) -> None:
 
 
 def _for_this_rank(exchange: Exchange, row: Any, load: Loader, ranks: int) -> list[SavedState]:
-    """Return this rank's saved states; on another number of ranks, made from those of all ranks."""
     rank, size = exchange.communicator.rank, exchange.communicator.size
     if ranks == size:
         return read_named(load(rank), row)
+    # Every rank reads the files of all ranks.
     all_saved = [
         _expanded(exchange, read_named(load(other), row), _info_when_saved(row, other, ranks))
         for other in range(ranks)
@@ -570,7 +563,6 @@ def _expanded(exchange: Exchange, mine: Sequence[SavedState], made: Info) -> lis
 
 
 def _kind(exchange: Exchange, entry: BucketState) -> tuple[tuple[Compressor, ...], Spec, Info]:
-    """Return a bucket's levels, its spec in NumPy, and the `Info` for its compressor."""
     spec = Spec(entry.bucket.shape, entry.bucket.dtype, backend("numpy"))
     return entry.levels, spec, exchange.info(entry)
 
@@ -606,16 +598,10 @@ def compare(exchange: Exchange, saved: dict[str, Any]) -> None:
 
 
 def _on_rank_0(lead: Communicator, action: Callable[[], Any], doing: str) -> Any:
-    """Run `action` on rank 0 and return its result, which JSON must support, on every rank."""
     return _on_all_ranks(lead, lambda: action() if lead.rank == 0 else None, doing)[0]
 
 
 def _on_all_ranks(lead: Communicator, action: Callable[[], Any], doing: str) -> list[Any]:
-    """Run `action` on every rank and return all ranks' results, which JSON must support.
-
-    Raises:
-        RuntimeError: on every rank, if the action fails on one; the message has the reason.
-    """
     result, problem, cause = None, "", None
     try:
         result = action()
@@ -623,6 +609,7 @@ def _on_all_ranks(lead: Communicator, action: Callable[[], Any], doing: str) -> 
         clear = isinstance(error, (OSError, ValueError)) and str(error).removesuffix(".")
         problem = clear or f"{type(error).__name__}: {error}"
         cause = error
+    # Ranks that have succeeded learn here that another one has not.
     texts = lead.run("accordion.checkpoint", gather_texts(lead, json.dumps([result, problem])))
     answers = [json.loads(text) for text in texts]
     for rank, (_, problem) in enumerate(answers):

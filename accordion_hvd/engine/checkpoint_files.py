@@ -33,11 +33,11 @@ import numpy as np
 FORMAT = 1
 MANIFEST = "manifest.json"
 LOCK = "lock"
-_KEPT = 2
+_KEPT = 2  # if the newest is damaged, `load_state` takes the one before
 _FOLDER = re.compile(r"state-(\d{5,})")
 _CHUNK = 1 << 20
 _MOST_NAMED = 10  # missing files in a message
-_SAFELY = os.O_NOFOLLOW | os.O_CLOEXEC
+_SAFELY = os.O_NOFOLLOW | os.O_CLOEXEC  # through no link
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 
 
@@ -64,7 +64,6 @@ def _numbered(directory: Path) -> list[Path]:
 
 # ------------------------------------------------------------------------------------------ writing
 def new_folder(directory: Path) -> Path:
-    """Make the folder of the next checkpoint, after the removal of incomplete ones."""
     make_directory(directory)
     present = _numbered(directory)
     for folder in present:
@@ -73,12 +72,11 @@ def new_folder(directory: Path) -> Path:
     newest = int(present[0].name.removeprefix("state-")) if present else 0
     folder = directory / f"state-{newest + 1:05d}"
     folder.mkdir()
-    sync_directory(directory)
+    sync_directory(directory)  # else a crash may lose the folder with the files in it
     return folder
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its missing parents, durably."""
     if not path.is_dir():
         make_directory(path.parent)
         path.mkdir(exist_ok=True)
@@ -107,7 +105,7 @@ def write_whole(path: Path, content: bytes | memoryview, *, durable: bool) -> No
         try:
             left = memoryview(content)
             while left:
-                left = left[os.write(descriptor, left) :]
+                left = left[os.write(descriptor, left) :]  # it may write a part only
             if durable:
                 os.fsync(descriptor)
         finally:
@@ -135,20 +133,19 @@ def sync_directory(path: Path) -> None:
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Complete a checkpoint, if all of its files are there."""
     manifest = json.loads(json.dumps({"format": FORMAT, **manifest}))  # as it will be read
-    check_sizes(folder, manifest)
+    check_sizes(folder, manifest)  # before the manifest makes the files count
     signed = {**manifest, "checksum": _checksum(manifest)}
     write_file(folder / MANIFEST, json.dumps(signed, indent=1).encode())
 
 
 def remove_old(directory: Path) -> None:
-    """Remove the checkpoints before the last two complete ones."""
     complete = 0
     for folder in _numbered(directory):
         if complete == _KEPT:
             remove(folder)
         else:
+            # Damaged ones do not count: two that can be loaded are kept.
             complete += _is_complete(folder)
 
 
@@ -229,7 +226,6 @@ def follow(directory: Path, owner: str) -> None:
 
 
 def _locked(path: Path, owner: str) -> int | None:
-    """Lock a file and write the owner into it; return its descriptor, or None without locks."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _SAFELY, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -343,7 +339,8 @@ def read_arrays(path: Path, prefix: str) -> dict[str, np.ndarray]:
     Arrays that would take more memory than the file has bytes are refused before they are read.
 
     Raises:
-        Damaged: if a size is wrong, or an array has objects, whose pickles are never loaded.
+        Damaged: if a size is wrong.
+        ValueError: if an array has objects, whose pickles are never loaded.
     """
     try:
         with zipfile.ZipFile(path) as archive:

@@ -94,7 +94,6 @@ class ModelControls(Controls):
 
     @property
     def exchange(self) -> Any:
-        """Raise AttributeError, because no gradients are exchanged."""
         raise AttributeError(
             "this optimizer averages models instead of gradients: see optimizer.averaging.stats()."
         )

@@ -170,7 +170,6 @@ class Exchange:
 
     @property
     def layout(self) -> Layout:
-        """Return the batches and fusion groups at the present levels."""
         if self._layout is None:
             evidence = [x for x in self.policy.evidence if x.follows]
             self._layout = Layout(
@@ -182,6 +181,7 @@ class Exchange:
 
     def outdate(self) -> None:
         """Discard the layout because buckets or levels have changed."""
+        # Batches of the earlier layout serve on where they are equal, with their states in place.
         self._layout, self._earlier = None, self._layout or self._earlier
 
     def forget(self) -> None:
@@ -190,14 +190,13 @@ class Exchange:
         self._payloads.clear()
 
     def _fresh_layout(self) -> Layout:
-        """Return the layout for the step that begins, remade if phases or payloads have changed."""
+        # Payloads were measured in the last step, or phases have changed since.
         if self._weighed or not self.layout.holds(self.lasting_phase):
             self.outdate()
             self._weighed = False
         return self.layout
 
     def _weigh(self, step: Step) -> None:
-        """Record the payloads of the first requests for the next step's layout."""
         for index, batch in enumerate(step.layout.batches):
             size = max(sum(entry.bucket.size for entry in batch.entries), 1)
             for entry in batch.entries:
@@ -265,7 +264,7 @@ class Exchange:
         wanted = self.sync.wanted(first) if self.sync is not None else []
         detects_nonfinite = first.compressor.detects_nonfinite and not batch.carries
         if any([x.looks_before and not x.tolerates_nonfinite for x in wanted]):
-            detects_nonfinite = False
+            detects_nonfinite = False  # this evidence must not see a bad gradient
         opening = functools.partial(self._opening, batch, wanted, parameter, present)
         self.running.start(index, grad, opening, detects_nonfinite, present)
 
@@ -273,19 +272,19 @@ class Exchange:
         self, batch: Batch, wanted: Sequence[Evidence], parameter: Tensor,
         present: Tensor, grad: Tensor,
     ) -> ExchangeGenerator:  # fmt: skip
-        """Collect evidence and return the exchange generator of a batch."""
         first = batch.first
         info = self.info(first)
         if parameter is not None:
             info = replace(info, parameter=parameter)
         batch.open(info, wanted)
         if present is not None:
-            batch.set_aside()
+            batch.set_aside()  # tensors that no rank has keep their part of the state
         if self.sync is not None and wanted:
             self.sync.before(batch, wanted, grad)
         if self.ledger.samples.measuring:
             self.ledger.samples.before(self, batch, grad)
         carried = batch.carried()
+        # Such a compressor would forget what is added to one gradient: it is sent whole, beside.
         if carried is not None and isinstance(first.compressor, Shifted):
             return _beside(first.compressor.exchange(grad, batch.state, info), carried)
         if carried is not None:
@@ -337,25 +336,25 @@ class Exchange:
             self.skipped += 1
             self.ledger.event("skipped", self.steps - 1)
             self._report_skipped(1)
+        # In a graph, a variable counts them (`TensorFlowExchange`).
         if step.bad is True or step.bad is False:
             self.in_a_row = self.in_a_row + 1 if step.bad else 0
         self.running = None
         return step.bad is not True
 
     def _lost(self, step: Step) -> Any:
-        """Return what `lost` is if `step` is skipped; symbolic in a graph."""
+        # Zeros would change the weights: only NaN says that the step was skipped.
         if any(isinstance(entry.compressor, UpdateRule) for entry in self.bucket_states):
-            return math.nan  # a mean of zeros would change the weights
+            return math.nan
         return self.xp.where(step.broken | (self.in_a_row >= IN_A_ROW), math.nan, 0.0)
 
     def _store(
         self, batch: Batch, mean: Tensor, state: State, bad: Any, absent: list[Any]
     ) -> Tensor:
-        """Store state and evidence of a batch; return the mean. Flags may be symbolic."""
         xp, old = self.xp, batch.stored
         if batch.first.narrow:
             state = batch.narrowed(state, self.info(batch.first))
-        if bad is not False:
+        if bad is not False:  # in a graph: a tensor; `close` took back what is True
             mean = xp.filled_if(bad, self.lost, mean)
             state = {key: xp.where(bad, old[key], value) for key, value in state.items()}
         batch.keep(state, absent)
@@ -372,8 +371,8 @@ class Exchange:
         self.ledger.close(self, step)
 
     def _report_skipped(self, count: int) -> None:
-        """Warn on rank 0 after 1, 2, 4, 8, ... skipped steps: loss scalers skip some regularly."""
         before, self._skipped_here = self._skipped_here, self._skipped_here + count
+        # After 1, 2, 4, 8, ... skipped steps: loss scalers skip some regularly.
         if before.bit_length() < self._skipped_here.bit_length() and self.communicator.rank == 0:
             logger.warning(
                 "accordion_hvd: a gradient of some rank was not finite, or its norm was above "
@@ -417,7 +416,6 @@ class Exchange:
             self.start(index, grad, parameter, there)
 
     def means(self) -> list[Tensor]:
-        """Return the means of the last closed step in the order of the tensors."""
         means: dict[int, Tensor] = {}
         for batch in self.layout.batches:
             means |= dict(zip(batch.members, batch.unpack(), strict=True))
@@ -448,7 +446,6 @@ class Exchange:
         return self.steps - self.skipped
 
     def phase(self, entry: BucketState) -> int:
-        """Return the phase of a bucket's compressor (`Compressor.variant`)."""
         compressor = entry.compressor
         return compressor.variant(self.counted - entry.served_from) if entry.phased else 0
 
@@ -505,6 +502,7 @@ class Exchange:
     def replace_bucket_states(self, loaded: Sequence[BucketState]) -> None:
         """Put the results of `load_bucket_state` in the place of all buckets' states."""
         for entry, new in zip(self.bucket_states, loaded, strict=True):
+            # In place, because `entry_of`, layouts and batches refer to these objects.
             vars(entry).update(vars(new))
         self.outdate()
         for entry in self.bucket_states:
@@ -564,13 +562,11 @@ class Exchange:
 
 
 def _beside(generator: ExchangeGenerator, carried: Tensor) -> ExchangeGenerator:
-    """Run an exchange generator, and add the mean of `carried` to its result."""
     mean, state = yield from generator
     return mean + (yield Allreduce(carried)), state
 
 
 def usual_gains(names: Sequence[str]) -> dict[str, float]:
-    """Return the gains that are assumed if the optimizer is unknown."""
     return dict.fromkeys(names, gain.USUAL)
 
 

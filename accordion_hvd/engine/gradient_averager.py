@@ -15,8 +15,8 @@ import numpy as np
 import accordion_hvd
 from accordion_hvd import check
 from accordion_hvd.comm import agreement, fp16_reduction
-from accordion_hvd.comm.agreement import require_agreement
-from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Tensor
+from accordion_hvd.comm.agreement import largest, require_agreement
+from accordion_hvd.core.base import Compressor, Tensor
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.exchange import usual_gains
 from accordion_hvd.engine.guard import Guard
@@ -220,6 +220,7 @@ class GradientAverager(Member[E]):
         version = f"accordion_hvd {accordion_hvd.__version__}, {self.framework}, {self.name}"
         text = "\n".join([version, repr(self.policy), settings, *observers, *lines, *tensors])
         require_agreement(self.communicator, text, self.device)
+        # Not before: what follows are collectives that depend on the settings.
         self.discover()
         if self.with_settings:
             checkpoint.agree_on_origin(self.exchange, self._own_state, self.device)
@@ -280,7 +281,7 @@ class GradientAverager(Member[E]):
         ledger = self.exchange.ledger
         self.exchange.account()
         began, xp = time.perf_counter(), self.communicator.xp
-        costs = xp.asarray(ledger.sums().view(np.int64), self.device)
+        costs = xp.asarray(ledger.sums().view(np.int64), self.device)  # their bits, as checksums
         both = xp.concat([checksums, costs])
         warned = self.guard.warned
         table = self.guard.compare(self.communicator, step, names, both)
@@ -292,12 +293,7 @@ class GradientAverager(Member[E]):
         measuring = time.perf_counter()
         ledger.add("decide", measuring - began)
         if due and self.communicator.size > 1:
+            # If it is None on one rank, none rehearses (`Rehearsals._agreed`).
             prepare = self.prepare if self.rehearses and ledger.rehearses else None
             self._rehearsals.hold(self.exchange, ledger, prepare)
             ledger.add("measure", time.perf_counter() - measuring)
-
-
-def largest(flags: Tensor) -> ExchangeGenerator:
-    """Return the largest number of all ranks, for each number of `flags`."""
-    result = yield Allreduce(flags, op="max")
-    return result  # type: ignore[return-value]

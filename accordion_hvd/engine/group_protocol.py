@@ -79,7 +79,6 @@ class GroupProtocol:
 
     # --------------------------------------------------------- called for the training thread
     def publish(self, version: int, model: Model) -> None:
-        """Publish the model that this rank contributes from now on."""
         assert version > self.label
         self.label, self.published = version, model
 
@@ -88,7 +87,6 @@ class GroupProtocol:
         return self.hear(version, self.size) if version > self.level else []
 
     def ask(self, version: int, model: Model) -> None:
-        """Request an average over all ranks, with `model` as this rank's contribution."""
         self.asked = version, model
 
     # -------------------------------------------------------- called by the progress thread
@@ -115,11 +113,9 @@ class GroupProtocol:
         return None
 
     def arrived(self, rank: int, version: int, all_ranks: bool) -> None:
-        """Record that another rank is ready for an average."""
         self._ready.setdefault((version, all_ranks), set()).add(rank)
 
     def missing(self, round_: GroupRound) -> Group:
-        """Return the other members that are not ready."""
         ready = self._ready.get((round_.version, round_.all_ranks), set())
         return tuple(rank for rank in round_.members if rank != self.rank and rank not in ready)
 
@@ -224,7 +220,8 @@ def total(
         cuts = [low + (high - low) * i // radix for i in range(radix + 1)]
         low, high = cuts[digit], cuts[digit + 1]
         others = [other for other in range(radix) if other != digit]
-        buffers = _buffers(scratch, len(others), high - low)
+        size = high - low
+        buffers = [scratch[i * size : (i + 1) * size] for i in range(len(others))]
         yield Round(
             [(peers[o], source[cuts[o] : cuts[o + 1]]) for o in others],
             [(peers[o], buffer) for o, buffer in zip(others, buffers, strict=True)],
@@ -245,8 +242,7 @@ def total(
 
 
 def _add(terms: Sequence[Array], into: Array) -> None:
-    """Add `terms`, first to last, into `into`, which may be one of the terms."""
-    room = np.empty(min(BLOCK, into.size), into.dtype)
+    room = np.empty(min(BLOCK, into.size), into.dtype)  # since `into` may be one of the terms
     for start in range(0, into.size, BLOCK):
         parts = [term[start : start + BLOCK] for term in terms]
         block = room[: parts[0].size]
@@ -254,7 +250,3 @@ def _add(terms: Sequence[Array], into: Array) -> None:
         for part in parts[2:]:
             block += part
         into[start : start + BLOCK] = block
-
-
-def _buffers(scratch: Array, count: int, size: int) -> list[Array]:
-    return [scratch[i * size : (i + 1) * size] for i in range(count)]

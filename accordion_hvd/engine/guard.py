@@ -93,7 +93,7 @@ class Guard:
             message += " (To continue anyway, pass guard='warn' or guard='off'.)"
             if communicator.rank == 0:
                 logger.error("accordion_hvd: %s", message)
-            raise ReplicasDiffer(message)
+            raise ReplicasDiffer(message)  # on every rank, because all have the same table
         if communicator.rank == 0 and not self.warned:
             message += (
                 " (Training continues without further warnings; guard='error' would stop it.)"

@@ -127,6 +127,7 @@ def make_buckets(
         for bucket in _compressed(tensors, which, (scopes or {}).get(pattern, scope))
     ]
     packed = _packed(tensors, others, compress=False, limit=FLAT_BYTES)
+    # A bucket is ready when the last of its gradients is.
     return sorted(own + packed, key=lambda bucket: bucket.members[-1])
 
 
@@ -140,6 +141,7 @@ def _compressed(tensors: Sequence[TensorInfo], which: Sequence[int], scope: Scop
 def fingerprint(*parts: object) -> int:
     """Return a hash of `parts` from 0 to 4092; it most likely differs if `parts` differ."""
     text = repr(parts).encode()
+    # Small: ranks compare the number with its mean in fp32, which must tell one rank's apart.
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") % 4093
 
 
@@ -151,7 +153,6 @@ def _compressible(tensor: TensorInfo, skip: Sequence[str], min_elements: int) ->
 def _packed(
     tensors: Sequence[TensorInfo], which: Sequence[int], *, compress: bool, limit: float
 ) -> list[Bucket]:
-    """Pack tensors of equal dtype, kind and group into flat buckets of up to `limit` bytes."""
     open_: dict[tuple[str, str, str], list[int]] = {}
     closed: list[list[int]] = []
     for i in which:
@@ -265,7 +266,6 @@ class BucketState:
         self._stack, self._place, self._stored = stack, place, None
 
     def _unstack(self) -> None:
-        """Store state and evidence separately, as views of the stack where possible."""
         if self._stack is not None:
             self._stored, self._evidence, self._stack = self.stored, self.evidence, None
 
@@ -285,12 +285,10 @@ class BucketState:
         return self.sharded and len(set(places)) > 1
 
     def _carry_residual(self, before: Info) -> None:
-        """Discard sharded states, and carry the residual of the full tensor instead."""
         self.carried = self._total_residual(self.compressor, self.state or {}, before)
         self.stored, self.inactive, self.created_with = None, {}, None
 
     def _total_residual(self, compressor: Compressor, state: State, info: Info) -> Tensor | None:
-        """Return the residual of the full tensor, with `carried` added; None if there is none."""
         residual = compressor.residual(state)
         if residual is None:
             return self.carried
@@ -299,7 +297,6 @@ class BucketState:
         return residual if self.carried is None else residual + xp.reshape(self.carried, shape)
 
     def residual(self, info: Info) -> Tensor | None:
-        """Return this rank's residual in the bucket's shape; None if there is none."""
         return self._total_residual(self.compressor, self.state or {}, self.created_with or info)
 
     def record_switch(self, level: int, counted: int) -> None:
@@ -324,11 +321,11 @@ class BucketState:
         self.inactive[old_level] = old.deactivate(old_state)
 
     def _take_residual(self, state: State, old: Compressor, old_state: State, info: Info) -> State:
-        """Return the new level's state with the old residual in it, or store it in `carried`."""
         new, residual = self.compressor, self._total_residual(old, old_state, info)
         self.carried = None
         if residual is None:
             return state
+        # A sharded state has room for a part of the residual only.
         if new.residual(state) is not None and not new.sharded:
             return new.with_residual(state, residual)
         self.carried = residual
@@ -513,7 +510,6 @@ class Batch:
         return self.combine([x[key] if key in x else evidence.zeros(entry) for x, entry in pairs])
 
     def combine(self, parts: Sequence[Tensor]) -> Tensor:
-        """Combine one tensor per bucket into the layout of the compressor."""
         if self.stacked == "any":
             return self._xp.concat([self._xp.reshape(x, (-1,)) for x in parts])
         return self._xp.stack(parts) if self.stacked else parts[0]
@@ -524,11 +520,9 @@ class Batch:
 
     @property
     def state(self) -> State:
-        """Return the state that the compressor takes: `stored`, with its residual in fp32."""
         return widened(self.stored)
 
     def narrowed(self, state: State, info: Info) -> State:
-        """Return the state that a step has returned with its residual in words of bfloat16."""
         seed = random.key("residual", info.rank, info.step)
         names = [entry.name for entry in self.entries]
         return narrowed(self.first.compressor, state, names, seed)
@@ -546,7 +540,6 @@ class Batch:
 
     @property
     def carries(self) -> bool:
-        """Return whether a bucket has a residual of earlier levels."""
         for entry in self.entries:
             if entry.carried is not None:
                 return True
@@ -566,7 +559,6 @@ class Batch:
         )
 
     def set_aside(self) -> None:
-        """Copy the state, for tensors whose mean may not be applied."""
         self.aside = {key: self._xp.copy(value) for key, value in self.stored.items()}
 
     def keep(self, state: State, absent: Sequence[Any] = ()) -> None:
@@ -596,16 +588,14 @@ class Batch:
             place += entry.bucket.size if self.stacked == "any" else 1
 
     def _chosen(self, old: Tensor, new: Tensor, absent: Sequence[Any]) -> Tensor:
-        """Return a tensor of the state with the old parts of absent tensors.
-
-        Of a packed bucket, tensors of another size than the gradient have no parts.
-        """
         xp, bucket = self._xp, self.first.bucket
+        # The old parts of tensors that no rank has, and the new ones of all others.
         if self.stacked:
             pairs = zip(xp.unstack(old), xp.unstack(new), strict=True)
             return xp.stack([_either(xp, f, *p) for f, p in zip(absent, pairs, strict=True)])
         if len(absent) == 1:
             return _either(xp, absent[0], old, new)
+        # No part of such a tensor belongs to one member of a packed bucket.
         if math.prod(xp.shape(new)) != bucket.size:
             return new
         halves = [xp.split(xp.reshape(x, (-1,)), list(bucket.sizes)) for x in (old, new)]
@@ -613,7 +603,6 @@ class Batch:
         return xp.reshape(xp.concat(parts), xp.shape(new))
 
     def _still_carried(self, entry: BucketState, absent: Sequence[Any]) -> Tensor | None:
-        """Return the part of a bucket's carried residual that belongs to absent tensors."""
         if entry.carried is None or not any(flag is not False for flag in absent):
             return None
         xp, sizes = self._xp, list(entry.bucket.sizes)
@@ -623,7 +612,6 @@ class Batch:
         return xp.reshape(kept, xp.shape(entry.carried))
 
     def take_back(self) -> None:
-        """Restore the policy's evidence to its value before the current step."""
         if self.before is not None:
             self.evidence, self.before = self.before, None
 
@@ -763,6 +751,7 @@ class Layout:
             first = len(self.batches)
             for stacked, positions in group:
                 chosen = [entries[i] for i in positions]
+                # A batch that goes on keeps its stacked states and its buffer.
                 batch = known.get((stacked, *map(id, chosen)))
                 if batch is None:
                     mine = [tensors[m] for x in chosen for m in x.bucket.members]
@@ -779,7 +768,6 @@ class Layout:
         self.number = fingerprint(shapes, self.phases, division)
 
     def holds(self, phase_of: Callable[[BucketState], int]) -> bool:
-        """Return whether phases are those that the layout is for."""
         return not self._phased or self.phases == [phase_of(entry) for entry in self._phased]
 
 
@@ -790,8 +778,8 @@ def _label(batches: Sequence[Batch]) -> tuple[str, str]:
 
 
 def _kind(entry: BucketState, phase: int, followed: bool) -> Kind:
-    """Return the kind of a bucket; one that evidence follows by a sketch is in no common vector."""
     bucket, layout = entry.bucket, entry.compressor.batching
+    # Evidence follows it by a sketch, which is that of one bucket, not of a common vector.
     if layout == "any" and followed and bucket.size > SKETCHED:
         layout = ""
     kind = repr(entry.compressor), phase, bucket.dtype, str(entry.spec.device)

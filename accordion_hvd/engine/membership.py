@@ -158,13 +158,10 @@ def residual_norm(saved: Sequence[SavedState]) -> float:
 
 
 def _in_old_places(present: list[SavedState], entry: BucketState, group: Group) -> list[SavedState]:
-    """Return one state per old rank if an update rule's state is sharded, else `present`.
-
-    The residual of the lost ranks' shards ("server") is zero.
-    """
     level = entry.levels[present[0].level]
     if not isinstance(level, UpdateRule) or len(present) == group.lead.ranks:
         return present
+    # Rules shard states over the old ranks; in lost shards, the residual ("server") is zero.
     by_place = dict(zip(group.places, present, strict=True))
     return [by_place.get(i) or _without_server(present[0]) for i in range(group.lead.ranks)]
 
@@ -178,10 +175,7 @@ def _without_server(saved: SavedState) -> SavedState:
 
 
 def _share(lead: Part, present: int, total: bool) -> float:
-    """Return the factor of the merged residuals of the ranks that are present.
-
-    After a handover, each of them has the mean; otherwise the residuals of lost ranks are zero.
-    """
+    # After a handover, each rank has the mean; otherwise, residuals of lost ranks are zero.
     if lead.handed_over:
         return lead.ranks / present if total else 1.0
     return 1.0 if total else present / lead.ranks
@@ -267,6 +261,7 @@ class Member(abc.ABC, Generic[E]):
         link = self.connect()
         if self._exchange is not None:
             self._exchange.abort()
+            # Before `move`, which puts the new communicator in the place of the old one.
             self._part = part(self._exchange, self._handed_over)
             checkpoint.move(self._exchange, link)
         self.communicator = link
@@ -290,6 +285,7 @@ class Member(abc.ABC, Generic[E]):
             own = None
         elif own is None:
             own = part(self.exchange, False)
+        # Names must be equal, but a rank that joins has counted its averagers by itself.
         self.name = gather(self.name)[leader]
         group = find_group(own, self.communicator.rank == leader, gather)
         if group is not None and not group.unchanged:
@@ -385,11 +381,9 @@ class FollowsRanks:
     _in_job = False  # whether this rank has the state of the job
 
     def _gather(self, value: Any) -> list[Any]:
-        """Return the objects of all ranks, in rank order; collective."""
         raise NotImplementedError
 
     def _optimizers(self) -> Iterable[Any]:
-        """Return the optimizers of this state, in an order that is equal on all ranks."""
         raise NotImplementedError
 
     def save(self) -> None:
@@ -409,6 +403,7 @@ class FollowsRanks:
         """
         members = self._members()
         if members:
+            # Now, because a rank that dies before the next commit can no longer tell.
             self._norms = tuple(self._gather([member.committed_norm() for member in members]))
         try:
             super().check_host_updates()  # type: ignore[misc]
@@ -476,7 +471,6 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 
 def _report(group: Group, norms: list[float]) -> None:
-    """Log which ranks died and the norm of the residuals that are lost with them."""
     if len(norms) != group.lead.ranks:  # they died before the first commit
         return
     lost = math.hypot(*(norms[rank] for rank in group.lost))

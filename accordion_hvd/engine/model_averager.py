@@ -77,12 +77,10 @@ class ModelAverager(checkpoint.Keeper):
 
     @property
     def single_rank(self) -> bool:
-        """Return whether there is only one rank."""
         return self.communicator.size == 1
 
     @property
     def without_waiting(self) -> bool:
-        """Return whether averaging is wait-avoiding."""
         return isinstance(self._averages, MPIAverages)
 
     # ------------------------------------------------------------------------------------- set-up
@@ -140,7 +138,7 @@ class ModelAverager(checkpoint.Keeper):
         if self.single_rank or self.ready:
             return
         self.set_up()
-        if len(self.parameters.tensors()) != len(self._agreed):
+        if len(self.parameters.tensors()) != len(self._agreed):  # Keras makes variables late
             self._agree()
         assert self._averages is not None
         values = (given or self.parameters).read()
@@ -212,12 +210,12 @@ class ModelAverager(checkpoint.Keeper):
         """Average the models a last time and release all resources; ends the progress thread."""
         if self._averages is None:
             return
+        # Wait-avoiding averages end with one of all ranks anyway.
         if not (self.equal or self.without_waiting):
             self.average_now()
         self._averages.close(self.parameters)
 
     def _means(self, what: str, values: Sequence[Tensor], factor: float = 1.0) -> list[Tensor]:
-        """Return the means over the ranks, in the dtypes of `values`, multiplied by `factor`."""
         xp = self.xp
         wide = [xp.cast(x, "float32") if xp.dtype(x) in HALF else x for x in values]
         pending = self.communicator.launch(f"{self._name}.{what}", [Allreduce(x) for x in wide])
@@ -266,6 +264,7 @@ class ModelAverager(checkpoint.Keeper):
             return
         values = self.parameters.read()
         if not present[self.communicator.rank]:
+            # A rank that joins contributes nothing, and `factor` leaves it out of the mean.
             values = [value * 0 for value in values]
         factor = len(present) / sum(present)
         self.parameters.write(self._means("regroup", values, factor))
@@ -377,7 +376,6 @@ class ModelAverager(checkpoint.Keeper):
         return restore
 
     def _checked(self, arrays: Mapping[str, np.ndarray], own: bool) -> list[dict[str, np.ndarray]]:
-        """Return the saved states by vector; ValueError if a state is none of the method's."""
         sizes: Counter[tuple[str, str]] = Counter()
         for x in self.parameters.tensors():
             sizes["float32" if x.dtype in HALF else x.dtype, x.kind] += x.size

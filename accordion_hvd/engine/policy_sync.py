@@ -56,13 +56,11 @@ class PolicySync:
         ]
 
     def before(self, batch: Batch, wanted: Sequence[Evidence], grad: Tensor) -> None:
-        """Update the evidence with a batch's gradients, before the exchange."""
         step, old = self._step(batch, grad), batch.evidence
         batch.before = old
         batch.evidence = old | {x.key: x.before(old[x.key], step) for x in wanted}
 
     def after(self, batch: Batch, mean: Tensor, bad: Any) -> None:
-        """Update the evidence with a batch's mean; `bad` may be symbolic."""
         step, old = self._step(batch, None, mean), batch.evidence
         new = {x.key: x.after(old[x.key], step) for x in self.wanted(batch.first)}
         if bad is not False:
@@ -88,7 +86,6 @@ class PolicySync:
 
     # ----------------------------------------------------------------------------------- decisions
     def tick(self, rates: Mapping[str, float]) -> None:
-        """Have the policy and its observers count the step that begins."""
         policy = self._exchange.policy
         policy.tick(rates)
         for observer in policy.observers:
@@ -101,7 +98,6 @@ class PolicySync:
         return policy.due(rates) or any(observers)
 
     def decide(self, rates: Mapping[str, float]) -> None:
-        """Take the decisions that are due; collective."""
         exchange = self._exchange
         if self.due(rates):
             began = time.perf_counter()
@@ -122,15 +118,15 @@ class PolicySync:
         policy.on_level_override([entry.bucket.name for entry in switched])
 
     def _ask(self, rates: Mapping[str, float]) -> Generator[Any, Any, None]:
-        """Have rank 0's policy decide by the evidence, which begins anew."""
         exchange, policy = self._exchange, self._exchange.policy
         values = {}
         for evidence in policy.evidence:
             values[evidence.key] = yield from evidence.read(exchange)
         lead = exchange.communicator.rank == 0
+        # One rank decides: evidence and times of the ranks differ.
         rows = base.plain(policy.decide(values, rates)) if lead else None
         rows = yield from share(exchange.communicator, rows, exchange.device)
         policy.apply(base.read(rows))
         for entry in exchange.bucket_states:
             if entry.evidence:
-                entry.evidence = {}
+                entry.evidence = {}  # a new window begins

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd.comm import tcp
+from accordion_hvd.comm.agreement import largest
 from accordion_hvd.comm.fp16_reduction import choose_reduction
-from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Tensor
+from accordion_hvd.core.base import Compressor, Tensor
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.layout import Layout, fingerprint
 from accordion_hvd.engine.ledger import Ledger, as_ledger
@@ -89,7 +90,6 @@ class Rehearsals:
     def _sides(
         self, exchange: Exchange, shadows: Sequence[Compressor], prepare: Prepare
     ) -> Sides | None:
-        """Return the exchanges to time; None, for ever, if some rank cannot make them."""
         entries = [entry for entry in exchange.bucket_states if entry.bucket.compress]
         serving = {entry.bucket.name: entry.compressor for entry in entries}
         sides: Sides | None = None
@@ -103,22 +103,19 @@ class Rehearsals:
             text = f"{type(error).__name__}: {error}"
             logger.warning("accordion_hvd: exchanges are not rehearsed (%s).", text)
         flag = exchange.xp.full((1,), float(sides is None), "float32", exchange.device)
-        failed = exchange.communicator.run(f"{exchange.name}.sides", _largest(flag))
+        failed = exchange.communicator.run(f"{exchange.name}.sides", largest(flag))
         self._failed = bool(exchange.xp.to_numpy(failed)[0])
         return None if self._failed else sides
 
     def _agreed(
         self, exchange: Exchange, ledger: Ledger, able: bool
     ) -> tuple[int, tuple[Compressor, ...], bool]:
-        """Return the number of turns, the shadows if all ranks have them, and if costs are known.
-
-        All ranks return the same.
-        """
         shadows, xp, total = ledger.samples.shadows, exchange.xp, ledger.series.total
         number, times = fingerprint(*map(repr, shadows)), map(_milli, map(total, TIMES))
+        # Numbers are equal on all ranks if the largest one is the smallest one, too.
         mine = [number, -number, *times, _milli(1e3 * self._cost), ledger.enabled, not able]
         flags = xp.asarray(np.array(mine, np.int64), exchange.device)
-        most = exchange.communicator.run(f"{exchange.name}.turns", _largest(flags))
+        most = exchange.communicator.run(f"{exchange.name}.turns", largest(flags))
         high, low, spent, elapsed, cost, enabled, refused = xp.to_numpy(most).tolist()
         left = 1e3 * ALLOWANCE + SHARE * elapsed - spent
         turns = int(min(TURNS, 1e3 * left / max(cost, 1) - WARM))
@@ -128,16 +125,13 @@ class Rehearsals:
 def _rehearse(
     exchange: Exchange, sides: Sides, turns: int, ready: Mapping[int, float]
 ) -> dict[str, list[float]]:
-    """Return the seconds of each timed pass on this rank, by compressor or `OWN`.
-
-    The first exchange alternates, because the speed of a machine changes.
-    """
     communicator, native = exchange.communicator, exchange.communicator.native_fp16_allreduce
     choose_reduction(communicator, True, exchange.device)
     names, grads = list(sides), _gradients(exchange)
     found: dict[str, list[float]] = {name: [] for name in names}
     try:
         for turn in range(-WARM, turns):
+            # The first exchange alternates, because the speed of a machine changes.
             first = turn % len(names)
             for name in names[first:] + names[:first]:
                 passing, period = sides[name]
@@ -146,6 +140,7 @@ def _rehearse(
                 if turn >= 0:
                     found[name].append(sum(taken) / count)
     finally:
+        # The job's own choice, which its policy may not have asked for yet.
         communicator.native_fp16_allreduce = native
     return found
 
@@ -155,7 +150,6 @@ def _milli(seconds: float) -> int:
 
 
 def _measure_link(exchange: Exchange, ledger: Ledger) -> Link:
-    """Measure the link, and this rank's TCP connections meanwhile; collective."""
     xp, before = exchange.xp, tcp.connections()
     measurement = probe(xp.zeros((PROBE,), "float32", exchange.device), xp,
                         exchange.communicator.size)  # fmt: skip
@@ -165,8 +159,8 @@ def _measure_link(exchange: Exchange, ledger: Ledger) -> Link:
 
 
 def _possible(exchange: Exchange) -> bool:
-    """Return whether made-up gradients give the exchange as much work as true ones."""
     policy, entries = exchange.policy, exchange.bucket_states
+    # Made-up gradients must give each compressor as much work as true ones.
     return bool(
         entries
         and policy.output == "gradient"
@@ -176,17 +170,13 @@ def _possible(exchange: Exchange) -> bool:
     )
 
 
-def _largest(flags: Tensor) -> ExchangeGenerator:
-    return (yield Allreduce(flags, op="max"))  # type: ignore[return-value]
-
-
 def _side(exchange: Exchange, policy: Policy, name: str) -> Exchange:
-    """Return an exchange of the same tensors, in the steps after the compressors' start-up."""
     side = type(exchange)(
         exchange.communicator, policy, exchange.tensors, skip=exchange.skip,
         name=f"{exchange.name}.side{fingerprint(name)}", ledger=as_ledger(False),
         residual_dtype=exchange.residual_dtype,
     )  # fmt: skip
+    # Steps of a start-up cost something else than those of the training.
     side.steps = max((x.compressor.startup_steps for x in side.bucket_states), default=0)
     return side
 
@@ -194,43 +184,33 @@ def _side(exchange: Exchange, policy: Policy, name: str) -> Exchange:
 def _seconds(
     exchange: Exchange, passing: Pass, grads: Sequence[Tensor], ready: Mapping[int, float]
 ) -> float:
-    """Return the seconds of a pass that all ranks begin together."""
     xp = exchange.xp
     copies = [xp.copy(grad) for grad in grads]  # exchanges overwrite gradients
     flag = xp.zeros((1,), "int32", exchange.device)
-    xp.to_numpy(exchange.communicator.run(f"{exchange.name}.begin", _largest(flag)))
+    xp.to_numpy(exchange.communicator.run(f"{exchange.name}.begin", largest(flag)))
     began = time.perf_counter()
     passing(copies, ready)
     return time.perf_counter() - began
 
 
 def _ready(exchange: Exchange) -> dict[int, float]:
-    """Return when each gradient of the last step was ready, in seconds after the first one.
-
-    The seconds in which the exchanges of earlier gradients were started do not count.
-    """
     found: dict[int, float] = {}
     now, ended = 0.0, math.inf
     for members, began, end in exchange.starts:
+        # Without the seconds in which the exchanges of earlier gradients were started.
         now, ended = now + max(began - ended, 0.0), end
         found |= dict.fromkeys(members, now)
     return found
 
 
 def _gradients(exchange: Exchange) -> list[Tensor]:
-    """Return noise in the shapes of the tensors; ranks have different noise."""
     noise = np.random.default_rng(exchange.communicator.rank).standard_normal(99991, np.float32)
-    return [
-        exchange.xp.cast(
-            exchange.xp.asarray(np.resize(np.roll(noise, 101 * i), x.shape), _device(exchange, i)),
-            x.dtype,
-        )
-        for i, x in enumerate(exchange.tensors)
-    ]
-
-
-def _device(exchange: Exchange, number: int) -> Any:
-    return exchange.entry_of[number].spec.device
+    made = []
+    for i, x in enumerate(exchange.tensors):
+        values = np.resize(np.roll(noise, 101 * i), x.shape)
+        tensor = exchange.xp.asarray(values, exchange.entry_of[i].spec.device)
+        made.append(exchange.xp.cast(tensor, x.dtype))
+    return made
 
 
 def in_steps(side: Exchange) -> Pass:
@@ -256,6 +236,5 @@ def in_steps(side: Exchange) -> Pass:
 
 
 def _order(layout: Layout, ready: Mapping[int, float]) -> list[int]:
-    """Return the positions of the batches in the order in which they are ready."""
     latest = [max([ready.get(m, 0.0) for m in batch.members]) for batch in layout.batches]
     return sorted(range(len(latest)), key=latest.__getitem__)

@@ -47,7 +47,6 @@ class SavedState:
 
     @classmethod
     def read(cls, level: int, tensors: Mapping[str, Tensor]) -> SavedState:
-        """Return the state that `tensors` was made from."""
         saved = cls(level, carried=tensors.get(_CARRIED))
         for name, tensor in tensors.items():
             place, _, key = name.partition("/")
@@ -87,7 +86,6 @@ class SavedState:
                 check_like(key, tensor, made[key], spec)
 
     def widened(self) -> SavedState:
-        """Return a copy with residuals in fp32."""
         return replace(self, states={n: widened(state) for n, state in self.states.items()})
 
     def map(self, convert: Callable[[Any], Any]) -> SavedState:
@@ -168,7 +166,7 @@ def rescale_from_one(
 
 
 def _retained(saved: SavedState, levels: Sequence[Compressor]) -> list[int]:
-    """Return the levels whose states are retained; inactive stages of an `UpdateRule` are not."""
+    # Inactive stages of an `UpdateRule` are not retained.
     return [
         number
         for number in saved.states

@@ -46,12 +46,10 @@ class BatchExchange(Running):
         self.seconds = self.sent = 0.0
 
     def answer(self, results: Sequence[Any]) -> None:
-        """Continue the generator; changes of states in place can no longer be undone."""
-        self._undo.clear()
+        self._undo.clear()  # from here on, changes of states in place stay
         super().answer(results)
 
     def take_back(self) -> None:
-        """Close the generator and undo its changes of states in place."""
         self.close()
         journal.rewind(self._undo)
 
@@ -128,7 +126,6 @@ class Step:
 
     @property
     def launched(self) -> int:
-        """Return the number of fusion groups whose first requests have been launched."""
         return len(self._groups) - sum(1 for missing in self._missing if missing)
 
     def start(
@@ -152,6 +149,7 @@ class Step:
         if present is not None:
             self._present[index] = present
         if self._guarded and not detects_nonfinite:
+            # Neither evidence nor states see a bad gradient, even before the step is taken back.
             bad = self._xp.too_large(grad)
             grad = self._xp.zero_if_bad(grad, bad)
             self._flags[group].append(bad)
@@ -194,6 +192,7 @@ class Step:
             self.costs[group].sent += pending.traffic.sent
             self.costs[group].arrived = now
             if round_ == 0:
+                # Unchecked: `_read_flags` reads the flags of all payloads at once.
                 self._first[group] = self._take_flags(group, pending.result(checked=False))
                 if pending.doubts is not None:
                     self._doubts.append(pending.doubts)
@@ -216,7 +215,6 @@ class Step:
         self.seconds["wait"] += waited
 
     def payload(self, index: int) -> int:
-        """Return the bytes of the first requests of batch `index` on this rank, if measured."""
         return self._exchanges[index].payload
 
     def spent(self, index: int) -> tuple[float, float]:
@@ -243,7 +241,6 @@ class Step:
         return result
 
     def take_back(self) -> None:
-        """Close all generators and undo their changes of states in place."""
         for exchange in self._exchanges.values():
             exchange.take_back()
 
@@ -264,18 +261,14 @@ class Step:
             self._first[group] = []
 
     def _account(self, group: int) -> None:
-        """Record the bytes that each batch is about to send; uneven allgathers count as even ones.
-
-        Intra-host traffic does not count: it takes no time of the link.
-        """
         for i in self._groups[group]:
             for request in self._exchanges[i].requests:
                 ranks = self._communicator.ranks(request.group)
+                # Not within a host, where no time of the link is taken. Uneven counts as even.
                 if not self._communicator.within_host(request.group):
                     self._exchanges[i].sent += traffic_of([request], ranks).sent
 
     def _flag_request(self, group: int, requests: Sequence[Request]) -> Request:
-        """Return a request with a flag and the plan number; in a graph, also who has what."""
         xp = self._xp
         flags, sent = self._flags.pop(group), self._sent.pop(group)
         if sent:  # one check of all of them
@@ -287,6 +280,7 @@ class Step:
             parts += self._presence(self._groups[group], xp.device(bad))
         elif lacks:
             parts[0] = bad + LACKS
+        # Of a kind that the group sends anyway, so that the flag costs no message of its own.
         both = xp.concat(parts)
         for request in requests:
             if _is_plain_mean(xp, request):
@@ -295,10 +289,10 @@ class Step:
         return Allgather(both) if gathers else Allreduce(both)
 
     def _judge(self) -> None:
-        """Continue all generators, or undo the step if a flag is set; equal on all ranks."""
         flags, exceeds = self._read_flags()
         if self._guarded:
             marked = exceeds(flags, 0.0)
+            # A flag is a mean over the ranks: at most LACKS, unless a gradient is bad.
             self.bad = exceeds(flags, 2 * LACKS) if marked is True else marked
             self.broken = self.bad is not False and exceeds(flags, 2.0)
             if self.bad is True:
@@ -309,23 +303,17 @@ class Step:
         self._answer_all()
 
     def _read_flags(self) -> tuple[Any, Callable[[Any, float], Any]]:
-        """Return the groups' flags, after the checks of plans and payloads, and `exceeds` for them.
-
-        One read serves all, because each makes the host wait for an accelerator.
-
-        Raises:
-            PayloadError: if the payload of a rank does not decode.
-            RuntimeError: if the ranks have different plans.
-        """
         xp = self._xp
         doubts = [xp.cast(flags, "float32") for flags, _ in self._doubts]
         parts = [*self._bad, *self._numbers, *doubts]
         if not parts or xp.symbolic(parts[0]):
             return xp.concat(parts) if parts else None, xp.exceeds
+        # One read of all of them, because each makes the host wait for an accelerator.
         values, first = xp.to_numpy(xp.concat(parts)), len(self._bad)
         rest = first + len(self._numbers)
         for number in values[first:rest]:
             self._compare_plans(float(number))
+        # The ranks' plans are equal: on an accelerator, later steps compare them here only.
         self.layout.compares_early = self.layout.on_cpu or not self._guarded
         if values[rest:].any():
             senders = [sender for _, ranks in self._doubts for sender in ranks]
@@ -333,6 +321,7 @@ class Step:
         return values[:first], lambda flags, limit: bool((flags > limit).any())
 
     def _answer_all(self) -> None:
+        # Results arrive in another order on each rank, and ordered engines need one.
         for group in sorted(self._first):
             self._answer(group, self._first[group], 0)
 
@@ -354,7 +343,6 @@ class Step:
         self._shares = {i: [next(shares) for _ in range(n)] for i, n in enumerate(self._sizes)}
 
     def _take_flags(self, group: int, answers: list[Any]) -> list[Any]:
-        """Read the flags from the results of a group's first requests; return the other results."""
         if not self._guarded:
             return answers
         *results, flag = answers
@@ -385,7 +373,6 @@ class Step:
             )
 
     def _answer(self, group: int, answers: list[Any], round_: int) -> None:
-        """Send each generator the results of its requests; launch the next requests."""
         began = time.perf_counter()
         taken = 0
         for index in self._groups[group]:
@@ -418,7 +405,7 @@ def _is_plain_mean(xp: ModuleType, request: Request) -> bool:
 
 def _payload(xp: ModuleType, request: Request) -> int:
     if isinstance(request, Allgather) and request.uneven:
-        return 0
+        return 0  # sizes differ between ranks, whose layouts must not
     return size_of(request.tensor, request.wire if isinstance(request, Allreduce) else None, xp)
 
 
@@ -443,7 +430,6 @@ class Accounts:
             self.seconds[key] += value
 
     def stats(self, ranks: int) -> dict[str, Any]:
-        """Return the entries of `Exchange.stats` about bytes and seconds."""
         dense_sent, sent = 2 * (ranks - 1) / ranks * self.dense_bytes, self.traffic.sent
         return {
             "dense": self.dense_bytes,

@@ -181,7 +181,7 @@ class WaitAvoiding:
         like = [*model, np.zeros(3)]  # the last vector is for `_end_reasons`
         self._pool = Pool(like)
         self._scratch = [np.empty(vector.size + size, vector.dtype) for vector in like]
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards what both threads use, such as the pool
         self._agent = GroupProtocol(self.rank, size, self.groups, self._copy(model), version)
         self._outbox: list[Activation] = []
         self._results: dict[int, tuple[int, Model]] = {}
@@ -287,8 +287,8 @@ class WaitAvoiding:
             self._pool.release(total)
 
     def _take_result(self, version: int) -> tuple[int, Model]:
-        """Return a group's average; release older ones, whose calls were interrupted."""
         with self._changed:
+            # Exceptions have interrupted the calls that waited for these.
             for old in [old for old in self._results if old < version]:
                 self._pool.release(self._results.pop(old)[1])
             return self._results.pop(version)
@@ -317,15 +317,9 @@ class WaitAvoiding:
         )
 
     def _resume(self, model: Sequence[Array] | None) -> bool:
-        """Finish an average of all ranks that an exception interrupted on this rank.
-
-        The other ranks went on from that average. So does `model`, with its updates since then.
-
-        Returns:
-            False if the other ranks did not take part in that average.
-        """
         if self._interrupted is None:
             return True
+        # The other ranks went on from that average: so does this model, with its updates since.
         finished = self._finish_asking()
         if finished and model is not None:
             with self._changed:
@@ -345,7 +339,6 @@ class WaitAvoiding:
                 self._pool.release(interrupted)
 
     def _ask(self, version: int, model: Model, steps: int, ends: bool = False) -> None:
-        """Request an average of all ranks, which sets `self.steps` to `steps`."""
         count = steps % _EXACT
         model.vectors[-1][:] = ends, count, count**2
         with self._changed:
@@ -354,21 +347,20 @@ class WaitAvoiding:
         self._bell.ring()
 
     def _finish_asking(self) -> bool:
-        """Wait for the requested average; return False if other ranks activated its version."""
         agent = self._agent
         self._wait(lambda: agent.asked is None or agent.level >= agent.asked[0])
         with self._changed:
             refused, agent.asked = agent.asked, None
             if refused is not None:
                 self._pool.release(refused[1])
-        return refused is None
+        return refused is None  # else other ranks activated this version, for a group's average
 
     def _end_together(self, last: Model, others_continue: bool) -> None:
-        """Take part in a last average of all ranks, which announces that this rank ends."""
         if not others_continue:  # perhaps all ranks end after this step
             self._ask(self.version, last, self.steps, ends=True)
             if self._finish_asking():
                 return
+        # To the end of this period, until which this rank still contributes its last model.
         ahead = -(self.steps + 1) % self.period if self.groups.group_size > 1 else 0
         if ahead:
             with self._changed:
@@ -377,7 +369,6 @@ class WaitAvoiding:
         self._finish_asking()
 
     def _leave(self) -> None:
-        """End the averaging at exit; report the exception that ended the program, if any."""
         self.close(error=getattr(sys, "last_value", None))
 
     def _take(self, model: Sequence[Array]) -> None:
@@ -430,11 +421,6 @@ class WaitAvoiding:
                 self._execute(round_)
 
     def _listen(self) -> None:
-        """Receive all control messages and send the pending ones.
-
-        While data is transferred, only answer whether this rank lives. Other messages are deferred,
-        because they must not change the average in progress.
-        """
         from mpi4py import MPI
 
         if not self._transferring:
@@ -450,6 +436,7 @@ class WaitAvoiding:
             source = status.Get_source()
             self._comm.Recv(message, source, _CONTROL)
             words = source, *(int(word) for word in message)
+            # Other messages must not change the average in progress.
             if self._transferring and words[1] not in (_ASK, _ANSWER):
                 self._deferred.append(words)
             else:
@@ -482,7 +469,6 @@ class WaitAvoiding:
         self._bell.ring(to)
 
     def _execute(self, round_: GroupRound) -> None:
-        """Sleep until all members are ready, then add up their models."""
         for rank in round_.members:
             if rank != self.rank:
                 self._send(rank, _READY, round_.version, round_.all_ranks)
@@ -516,7 +502,6 @@ class WaitAvoiding:
         self._store(round_, label, model, total)
 
     def _inquire(self, ranks: Sequence[int]) -> dict[int, bool]:
-        """Ask ranks whether they wait for others; return the answers received in time, by rank."""
         self._answers.clear()
         for rank in ranks:
             self._send(rank, _ASK)
@@ -554,10 +539,9 @@ class WaitAvoiding:
                 self.sent += sum(part.nbytes for _, part in messages.send)
 
     def _finish(self, round_: GroupRound, done: Callable[[], bool]) -> None:
-        """Wait for data with naps, because Waitall would occupy a core that others may need."""
         wait, listened = timeouts.Wait(), time.monotonic()
         while not done():
-            time.sleep(_NAP)
+            time.sleep(_NAP)  # Waitall would occupy a core that others may need
             now = time.monotonic()
             if now - listened > _POLL:  # another rank may ask whether this rank lives
                 self._listen()
@@ -588,7 +572,6 @@ class WaitAvoiding:
             self._changed.notify_all()
 
     def _end_reasons(self, total: Array) -> list[tuple[int, str]] | None:
-        """Return ranks that end, with reasons, from the sums of (ending, steps, steps^2)."""
         if not total[0] and self.size * total[2] == total[1] ** 2:
             return None  # no rank ends, and all have taken equally many steps
         steps = "" if total[0] else f"asks for an average after {self._steps_after} steps"
@@ -596,9 +579,9 @@ class WaitAvoiding:
         return [(rank, reason) for rank, reason in enumerate(reasons) if reason]
 
     def _say_goodbye(self) -> None:
-        """Wait for the last messages; MPI preserves their order, so none is pending afterwards."""
         from mpi4py import MPI
 
+        # MPI keeps the order of messages: after the last goodbye, none is pending.
         for rank in self._receivers:
             self._send(rank, _BYE)
         wait = timeouts.Wait()
@@ -614,7 +597,6 @@ class WaitAvoiding:
         self._bell.close()
 
     def _abort(self, why: str) -> None:
-        """Abort the job, which cannot end normally without some of its ranks."""
         logger.error("accordion_hvd: rank %d ends the job: %s", self.rank, why)
         logging.shutdown()  # writes what handlers hold back; no code runs after Abort
         self._comm.Abort(1)
@@ -688,7 +670,6 @@ class Wakeup:
         self.heard = all(comm.allgather(self._try(neighbours, comm)))
 
     def ring(self, rank: int | None = None) -> None:
-        """Wake the thread of `rank`; by default that of this rank."""
         try:
             address = self._addresses[self._rank if rank is None else rank]
             self._socket.sendto(self._rank.to_bytes(4, "little"), address)
@@ -696,7 +677,6 @@ class Wakeup:
             pass  # datagrams are hints and may be lost
 
     def wait(self) -> None:
-        """Sleep until a datagram arrives or the time limit has passed."""
         if self._poll.poll(1000 * (_TIMEOUT if self.heard else _POLL_INTERVAL)):
             self._drain()
 
@@ -712,7 +692,6 @@ class Wakeup:
             return received
 
     def _try(self, neighbours: list[int], comm: Any) -> bool:
-        """Return whether the test datagrams of other ranks reach this rank."""
         table = enumerate(comm.allgather(neighbours))
         missing = {rank.to_bytes(4, "little") for rank, theirs in table if self._rank in theirs}
         for rank in neighbours:

@@ -56,7 +56,6 @@ else:
 
 
 def __getattr__(name: str) -> Any:
-    """Return any other name from `horovod.tensorflow`."""
     return check.attribute(__name__, _horovod, name)
 
 

@@ -52,15 +52,13 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
       only if levels never change, or if a callback (`managed`) retraces the graph when they do.
     - Otherwise, the graph calls Python (`tf.py_function`), which runs the exchange eagerly.
 
+    Its other arguments are those of `GradientAverager`.
+
     Args:
         variables: function that returns all variables that may have gradients; an empty list as
             long as none are known.
-        total: whether to sum gradients instead of averaging them.
-        sparse_as_dense: whether to exchange `tf.IndexedSlices` as dense gradients.
-        skip: shell-style patterns of the names of variables that are exchanged uncompressed.
         scale_local: whether to divide the gradients of local variables by the number of ranks.
         hyper: settings of the optimizer, by group, for exchange generators (`Info.hyper`).
-        residual_dtype: dtype in which residuals are stored between steps.
 
     Attributes:
         agrees: whether ranks compare their set-ups before the first exchange.
@@ -87,10 +85,11 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         residual_dtype: str = "float32",
     ) -> None:
         self.variables, self.scale_local = variables, scale_local
-        self.hyper, self.group_of = hyper, _no_group
+        self.hyper = hyper
+        self.group_of: Callable[[Any], str] = lambda variable: ""  # all share their settings
         self.agrees, self.managed = True, False
         self.local: set[int] = set()  # keys (`key_of`) of variables that are not exchanged
-        self.gain: Callable[[Any], float] = _usual_gain
+        self.gain: Callable[[Any], float] = lambda variable: gain.USUAL
         self.rate: Rate | None = None  # the optimizer's, if there is one
         self.scaler: Rate | None = None
         self._elsewhere: set[int] = set()  # keys of variables with gradients on some ranks only
@@ -143,31 +142,25 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         Raises:
             RuntimeError: if no variables are known yet.
         """
-        known = self.variables()
-        if not known:
+        if not self.variables():
             raise RuntimeError("no variables are known yet, so there is nothing to exchange.")
-        variables = [v for v in known if key_of(v) not in self.local]
-        rows = zip(variables, describe(variables), strict=True)
-        return {key_of(v): replace(row, group=self.group_of(v)) for v, row in rows}
+        return {key_of(v): replace(row, group=self.group_of(v)) for v, row in self._described()}
 
     def gains(self, names: Sequence[str]) -> dict[str, float]:
-        variables = [v for v in self.variables() if key_of(v) not in self.local]
-        named = {row.name: v for v, row in zip(variables, describe(variables), strict=True)}
+        named = {row.name: v for v, row in self._described()}
         return {name: self.gain(named[name]) for name in names}
 
     def replicas(self) -> dict[str, Tensor]:
-        """Return the values of all variables except the local ones."""
+        return {row.name: tf.convert_to_tensor(v) for v, row in self._described()}
+
+    def _described(self) -> list[tuple[Any, TensorInfo]]:
         variables = [v for v in self.variables() if key_of(v) not in self.local]
-        return {
-            row.name: tf.convert_to_tensor(v)
-            for v, row in zip(variables, describe(variables), strict=True)
-        }
+        return list(zip(variables, describe(variables), strict=True))
 
     def rates(self) -> Tensor | None:
         return None if self.rate is None else tf.cast(tf.reshape(self.rate(), (1,)), tf.float32)
 
     def ranks_changed(self) -> None:
-        """Connect to the present ranks, and have graphs traced again."""
         super().ranks_changed()
         self._retrace()
 
@@ -181,6 +174,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         self._retrace()
 
     def _retrace(self) -> None:
+        # Existing graphs may be those of other ranks.
         self._traced_version = -1
         if self._exchange is not None:
             self._exchange.version += 1
@@ -239,8 +233,9 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
             marks = there
         if tf.executing_eagerly():
             means = self._eagerly(full, float(rate()), weights, marks)
-        elif self.policy.observers.any("every_step"):
+        elif self.policy.observers.any("every_step"):  # decisions precede it, in Python
             means = self._called_back(full, rate, weights, marks)
+        # A graph freezes the levels: it serves if these never change, or if a callback retraces.
         elif self._lasting and (self.managed or not self.exchange.switching):
             means = self._within(full, rate, weights, marks)
         else:
@@ -248,7 +243,6 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         return [multiplied(mean, self.communicator.size) for mean in means] if self.total else means
 
     def _weights(self) -> list[Tensor]:
-        """Return the values of the variables, or [] if no compressor needs them."""
         if not self.exchange.any_needs_weights:
             return []
         values = {key_of(v): v for v in self.variables()}
@@ -281,6 +275,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
                 return means
             *means, absent = means
             return [None if gone else x for x, gone in zip(means, absent.numpy(), strict=True)]
+        # Operation by operation, for exchange generators that read values.
         return self._unfused(grads, lr, weights, marks)
 
     def _call(
@@ -291,7 +286,6 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
 
     @property
     def _lasting(self) -> bool:
-        """Return whether a graph can be traced and will be valid for more than one step."""
         return self._traceable and not drifting(self.exchange.bucket_states)
 
     def _run_directly(self, directly: bool) -> None:
@@ -301,7 +295,6 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
     def _unfused(
         self, grads: Sequence[Tensor], lr: float, weights: Weights, marks: Marks
     ) -> list[Gradient]:
-        """Run operation by operation, for exchange generators that read values."""
         exchange = self.exchange
         exchange.open(lr)
         exchange.give(grads, weights, marks and tf.constant(marks, tf.float32))
@@ -346,7 +339,6 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         return [tf.ensure_shape(next(means), t.shape) if mark else None for t, mark in tensors]
 
     def _missing(self, numbers: Sequence[int]) -> str:
-        """Return a message about tensors with gradients on other ranks, but not in this graph."""
         names = [self.exchange.tensors[i].name for i in numbers]
         return (
             f"{self.owner}: the gradient of {names[0]!r} is None in this rank's graph, but another "
@@ -386,7 +378,6 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
     def _with_sparse(
         self, results: list[Gradient], variables: Sequence[Any], grads: Sequence[Gradient]
     ) -> list[Gradient]:
-        """Gather sparse gradients, without compression."""
         if not self.sparse:
             return results
         index_of = {key_of(v): i for i, v in enumerate(variables)}
@@ -439,11 +430,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
             self.compare(steps, self.checksums())
 
     def _guard_before(self) -> None:
-        """Compare, before a step, the weights that the previous step has left.
-
-        (A comparison after the step would be too early, because scripts broadcast the weights
-        after the first step.)
-        """
+        # Before a step, not after it: scripts broadcast the weights after the first step.
         if tf.executing_eagerly():
             self.check()
         elif self.guard.mode != "off" and not self.managed:
@@ -474,23 +461,8 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
 
 
 def _traced(exchange: TensorFlowExchange, marked: bool) -> Any:
-    """Trace an exchange; `marked` says whether gradients may be absent.
-
-    Raises:
-        UntraceableError: if an exchange generator reads values.
-    """
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in exchange.tensors]
     function = tf.function(lambda *given: exchange.traced(*given), autograph=False)
     weights = specs if exchange.any_needs_weights else []
     more = [tf.TensorSpec((len(specs),), tf.float32)] if marked else []
     return function.get_concrete_function(specs, tf.TensorSpec((), tf.float32), weights, *more)
-
-
-def _usual_gain(variable: Any) -> float:
-    """Return the gain that is assumed if the optimizer is unknown."""
-    return gain.USUAL
-
-
-def _no_group(variable: Any) -> str:
-    """Return the name of the only group: all variables share their settings."""
-    return ""

@@ -60,8 +60,7 @@ class Passing(Parameters):
         self._values = list(values)
 
     def tensors(self) -> list[TensorInfo]:
-        """Return no descriptions, because no caller needs any."""
-        return []
+        return []  # nobody needs any
 
     def read(self) -> list[Tensor]:
         return self._values
@@ -96,7 +95,6 @@ class TensorFlowModelAverager(ModelAverager):
         self._enlisted = False
 
     def enlist(self) -> None:
-        """Register for `save_state`, once there are variables."""
         if not self._enlisted:
             checkpoint.register(self)
         self._enlisted = True
@@ -192,12 +190,6 @@ class TensorFlowModelAverager(ModelAverager):
         self._within(self.parameters, lambda given, lr: self.average(float(lr), given), rates)
 
     def _within(self, parameters: Parameters, act: Callable[..., None], *inputs: Tensor) -> None:
-        """Call `act` in Python from a graph, and assign the values that it leaves to `parameters`.
-
-        Args:
-            act: function of the parameters' values, as `Parameters`, and of `inputs`.
-        """
-
         def work(*given: Tensor) -> list[Tensor]:
             passing = Passing(given[len(inputs) :])
             self.directly(few_threads())

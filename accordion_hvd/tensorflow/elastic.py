@@ -106,11 +106,8 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _failures() -> Iterator[None]:
-    """Raise Horovod's exception for failed operations instead of TensorFlow's.
-
-    Horovod's decorator does so by the names of operations, which the errors of functions lack, and
-    returns as if the training had ended if it finds none.
-    """
+    # Horovod's decorator knows its failures by the names of operations, which errors of functions
+    # lack. It then returns as if the training had ended.
     try:
         yield
     except tf.errors.UnknownError as error:
@@ -120,5 +117,4 @@ def _failures() -> Iterator[None]:
 
 
 def __getattr__(name: str) -> Any:
-    """Return any other name from `horovod.tensorflow.elastic`."""
     return getattr(_horovod, name)

@@ -27,8 +27,7 @@ Traced = tuple[list[Tensor], list[tuple[State, State, Any]], Any]
 """Means by tensor; new state, evidence and carried residual by bucket; whether the step is bad."""
 
 
-def _beginning(exchange: weakref.ref[TensorFlowExchange]) -> float:
-    """Return when the present exchange in a graph began; 0 if there is none any more."""
+def _beginning(exchange: weakref.ref[TensorFlowExchange]) -> float:  # for a thread of `timeouts`
     alive = exchange()
     return 0.0 if alive is None or alive._began is None else float(alive._began.numpy())
 
@@ -73,9 +72,9 @@ class TensorFlowExchange(Exchange):
     # ----------------------------------------------------------------------------------- the clock
     @property
     def steps(self) -> int:  # type: ignore[override]
-        """Return the number of exchanges so far, including those in graphs."""
         if self._clock is None:
             return self._steps
+        # Eagerly, also while a graph is traced.
         with tf.init_scope():
             return int(self._clock.numpy())
 
@@ -88,7 +87,6 @@ class TensorFlowExchange(Exchange):
 
     @property
     def skipped(self) -> int:  # type: ignore[override]
-        """Return the number of skipped steps, also in graphs."""
         if self._lost_steps is None:
             return self._skipped
         with tf.init_scope():
@@ -102,7 +100,6 @@ class TensorFlowExchange(Exchange):
                 self._lost_steps.assign(value)
 
     def info(self, entry: BucketState, step: Any = None) -> Info:
-        """Return the `Info` for a bucket's algorithm; in a graph, the step count is a tensor."""
         return super().info(entry, self._now if step is None else step)
 
     @property
@@ -116,11 +113,9 @@ class TensorFlowExchange(Exchange):
 
     @property
     def turn(self) -> int:
-        """Return the turn of the present step, or the turn that is being traced."""
         return super().turn if self._turn is None else self._turn
 
     def phase(self, entry: BucketState) -> int:
-        """Return the phase of a bucket's compressor, in the turn that is being traced if any."""
         period = entry.compressor.period
         if self._turn is None or period <= 1:
             return super().phase(entry)
@@ -169,13 +164,11 @@ class TensorFlowExchange(Exchange):
         self.prepare_trace()
 
     def replace_bucket_states(self, loaded: Sequence[BucketState]) -> None:
-        """Put other states into the variables that graphs use."""
         super().replace_bucket_states(loaded)
         if self._clock is not None:
             self.prepare_trace()
 
     def _store_in_variables(self, index: int) -> None:
-        """Replace the tensors in the state of a bucket by variables."""
         entry = self.bucket_states[index]
         entry.prepare(self.info(entry))
         wanted = self.sync.wanted(entry) if self.sync is not None else ()
@@ -203,6 +196,7 @@ class TensorFlowExchange(Exchange):
         if known is not None and known.shape == value.shape and known.dtype == value.dtype:
             known.assign(value)
             return known
+        # Existing graphs hold the old variable.
         self.version += 1
         self._variables[key] = create(tf.identity(value))
         return self._variables[key]
@@ -293,7 +287,6 @@ class TensorFlowExchange(Exchange):
         weights: Sequence[Tensor],
         present: Tensor | None,
     ) -> Traced:
-        """Trace a step of a turn, from the variables, which remain in place."""
         variables = [(s.stored or {}, s.evidence, s.carried) for s in self.bucket_states]
         self._turn = turn
         try:
@@ -302,7 +295,7 @@ class TensorFlowExchange(Exchange):
         finally:
             self._turn = None
             self.abort()
-            self._put_back(variables)
+            self._put_back(variables)  # the next turn is traced from the same variables
 
     def _tick(self, rates: dict[str, float]) -> None:
         if self._now is None:
@@ -318,12 +311,12 @@ class TensorFlowExchange(Exchange):
 
     # ---------------------------------------------------------------------------------- accounting
     def account(self) -> None:
-        """Count the bytes of the steps that graphs have executed."""
         steps, skipped = self.steps, self.skipped
         first = self._counted - skipped
         executed, before = steps - self._counted, self.accounts.traffic.sent
         for turn, (traffic, dense) in self._per_step.items():
             period = len(self._per_step)
+            # How many of the executed steps, from `first` on, had this turn.
             times = (executed + period - 1 - (turn - first) % period) // period
             self.accounts.traffic.add(Traffic(*(times * bytes_ for bytes_ in astuple(traffic))))
             self.accounts.dense_bytes += dense * times
@@ -349,7 +342,6 @@ class TensorFlowExchange(Exchange):
 def _store(
     state: State, evidence: State, kept: Any, variables: Any, followed: Any, carried: Any, bad: Any
 ) -> None:
-    """Assign a bucket's new state to its variables; after a bad step, keep old evidence."""
     for key, variable in variables.items():
         variable.assign(state[key])
     for key, variable in followed.items():

@@ -86,17 +86,11 @@ def DistributedGradientTape(  # noqa: N802 (Horovod's name)
             ranks.
         skip: shell-style patterns (such as `"*/bias"`) of the names of variables whose gradients
             are exchanged uncompressed.
-        guard: reaction to replicas that differ between ranks: `"error"` raises `ReplicasDiffer`,
-            `"warn"` warns once, `"off"` disables the comparison. Default: the environment variable
-            ACCORDION_HVD_GUARD if set, else `"warn"` with Horovod's own compression and `"error"`
-            with the compression of this package.
-        guard_every: number of steps between comparisons of the replicas; steps 1, 2 and 10 are
-            always compared. Default: the environment variable ACCORDION_HVD_GUARD_EVERY, else 100.
+        guard: reaction to replicas that differ between ranks, as for `DistributedOptimizer`.
+        guard_every: number of steps between comparisons, as for `DistributedOptimizer`.
         lr: function that returns the learning rate, such as `lambda: optimizer.learning_rate`, for
             policies such as `Accordion`.
-        residual_dtype: dtype in which the residuals of error feedback are stored between steps,
-            `"float32"` or `"bfloat16"`. The latter halves their memory: they are rounded
-            stochastically, without bias (docs/methods.md). Compressors without residuals ignore it.
+        residual_dtype: dtype of stored residuals, as for `DistributedOptimizer`.
 
     Returns:
         A tape of a subclass of `type(gradtape)` that has recorded the same operations.
@@ -176,7 +170,6 @@ class _DistributedTape:
 
     @property
     def process_set(self) -> Any:
-        """Return the process set whose ranks average their gradients."""
         return self._arguments[1]
 
     @tf.autograph.experimental.do_not_convert
@@ -222,8 +215,8 @@ class _DistributedTape:
 
 
 def _caller() -> tuple[Any, int]:
-    """Return the place in the user's program that called `gradient`, perhaps through AutoGraph."""
     frame = sys._getframe(2)
+    # AutoGraph may stand between the user's program and `gradient`.
     while frame.f_back is not None and "/tensorflow/python/" in frame.f_code.co_filename:
         frame = frame.f_back
     return frame.f_code, frame.f_lasti
@@ -289,7 +282,6 @@ def _averager(
 
 
 def _take_in(key: tuple[Any, ...], variables: Sequence[Any]) -> None:
-    """Let the averager of some of these sources, at the same place, serve all of them."""
     known = [k for k in _averagers if k[:-1] == key[:-1] and set(k[-1]) < set(key[-1])]
     if known:
         averager = _averagers.pop(max(known, key=lambda k: len(k[-1])))
@@ -298,25 +290,20 @@ def _take_in(key: tuple[Any, ...], variables: Sequence[Any]) -> None:
 
 
 def _keep(key: tuple[Any, ...], averager: Any, variables: Sequence[Any]) -> None:
-    """Store an averager as long as its first variable lives: another one may get the same id."""
     _averagers[key] = averager
+    # Once it is gone, another variable may get the same id.
     for variable in variables[:1]:
         weakref.finalize(variable, _averagers.pop, key, None)
 
 
 def _scaler_of(serving: Policy, ids: Sequence[int]) -> Callable[[], Any] | None:
-    """Return a function that returns the loss scale of variables; None if no state follows it.
-
-    A tape does not know the optimizer: it is the LossScaleOptimizer that is built with one of these
-    variables, or the one that is not built yet.
-
-    Raises:
-        ValueError: if several are not built yet.
-    """
+    # Nothing that lasts is in units of the gradient then.
     without_state = (Dense, FP16, BF16, HorovodCompression)
     if isinstance(serving, Fixed) and isinstance(serving.compressor, without_state):
         return None
     kind = tf.keras.optimizers.LossScaleOptimizer
+    # A tape does not know the optimizer: it is the one that is built with one of these variables,
+    # or the one that is not built yet.
     every = [x for x in gc.get_objects() if issubclass(type(x), kind)]
     every = [x for x in every if not hasattr(type(x), "exchange_owner")]  # scales for itself
     found = [x for x in every if x.built and not _variables_of(x).isdisjoint(ids)]
@@ -342,12 +329,8 @@ def _variables_of(optimizer: Any) -> set[int]:
 
 
 def _check_elastic(serving: Any) -> None:
-    """Refuse compression with a state, which cannot follow the ranks of an elastic job in a tape.
-
-    Raises:
-        ValueError: if `serving` is not Horovod's compression or none.
-    """
     kind = getattr(serving, "compressor", None)
+    # A state in a tape cannot follow the ranks of an elastic job.
     if not isinstance(serving, Fixed) or not isinstance(kind, (Dense, HorovodCompression)):
         allowed = "Horovod's own in elastic jobs; DistributedOptimizer accepts all others"
         check.refuse("DistributedGradientTape", "compression", serving, allowed)

@@ -121,7 +121,6 @@ def check_context() -> None:
 
 
 def check_strategy() -> None:
-    """Raise RuntimeError within a distribution strategy."""
     if tf.distribute.has_strategy():
         kind = type(tf.distribute.get_strategy()).__name__
         raise RuntimeError(

@@ -137,6 +137,5 @@ def few_threads() -> bool:
 
 @functools.cache
 def _order() -> tf.Variable:
-    """Return the variable whose updates order the operations of graphs."""
     with tf.device("/cpu:0"):
         return create(tf.constant(0, tf.int64))

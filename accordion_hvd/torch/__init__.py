@@ -59,7 +59,6 @@ if TYPE_CHECKING:  # `__getattr__` returns more names, without types
 
 
 def __getattr__(name: str) -> Any:
-    """Return any other name from the engine, such as `horovod.torch`."""
     engine = _engines.interface()
     if name == "elastic" and _engines.coordinator() == "horovod":
         return importlib.import_module("accordion_hvd.torch.elastic")

@@ -111,13 +111,13 @@ def unscaled_step(optimizer: Any, *given: Any, **more: Any) -> Any:
 
 
 def _unscale(optimizer: Any, scale: torch.Tensor) -> bool:
-    """Divide all gradients by a loss scale; return whether they are finite."""
     found: dict[torch.device, list[torch.Tensor]] = {}
     for group in optimizer.param_groups:
         for grad in (parameter.grad for parameter in group["params"]):
             if grad is not None:
                 values = grad._values() if grad.is_sparse else grad
                 found.setdefault(grad.device, []).append(values)
+    # The kernel takes tensors of one device.
     bad = {device: torch.zeros((), device=device) for device in found}
     for device, grads in found.items():
         inverse = scale.to(device).double().reciprocal().float()
@@ -126,7 +126,6 @@ def _unscale(optimizer: Any, scale: torch.Tensor) -> bool:
 
 
 def members(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Return the ids of all parameters of an optimizer."""
     return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -190,8 +189,7 @@ class _ModelAveraging:
         return Tensors(list(model.named_buffers()))
 
     @staticmethod
-    def _inner() -> Any:
-        """Return the wrapped optimizer if it is still alive; instances store a weak reference."""
+    def _inner() -> Any:  # instances have a weak reference to the wrapped optimizer instead
         return None
 
 

@@ -61,5 +61,4 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def __getattr__(name: str) -> Any:
-    """Return any other name from `horovod.torch.elastic`."""
     return getattr(_horovod, name)

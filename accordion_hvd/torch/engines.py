@@ -62,7 +62,6 @@ def init(*args: Any, **kwargs: Any) -> Any:
 
 
 def forget() -> None:
-    """Forget the choice, after the ranks have been disconnected."""
     global _chosen, _coordinates
     _chosen = _coordinates = None
 
@@ -90,12 +89,10 @@ def interface() -> Any:
 
 
 def connect(process_set: Any) -> Communicator:
-    """Return a communicator of a process set, a local one outside of it and for a single rank."""
     return local.connect(process_set, ENGINES[carrier()].connect, xp)
 
 
 def process_set_of(ranks: list[int] | None) -> Any:
-    """Return the process set of `ranks`; the global one for None or if there is none."""
     return ENGINES[coordinator()].process_set_of(ranks)
 
 
@@ -113,9 +110,7 @@ def adasum() -> Any:
     return interface().DistributedOptimizer
 
 
-class _Interface:
-    """Horovod's interface, whose names are looked up in the engine at each access."""
-
+class _Interface:  # each access asks for the engine: `init` and `shutdown` may change it
     def __getattr__(self, name: str) -> Any:
         return getattr(interface(), name)
 

@@ -71,8 +71,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
 
 def _supported_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view with a dtype that Horovod supports (it does not support bfloat16)."""
-    if tensor.dtype == torch.bfloat16:
+    if tensor.dtype == torch.bfloat16:  # which Horovod does not support
         return tensor.detach().view(torch.int16)
     return tensor
 
@@ -98,8 +97,9 @@ def broadcast_optimizer_state(
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     tensors: list[torch.Tensor] = []
     state_dict = optimizer.state_dict()
-    if not state_dict["state"]:
+    if not state_dict["state"]:  # scripts written for Horovod rely on gradients that are zeros then
         _fill_gradients(optimizer)
+    # Objects travel pickled, tensors in broadcasts of their own.
     outline = _outline(state_dict, tensors)
     outline = hvd.broadcast_object(outline, root_rank, name="accordion.optimizer_state")
     is_root = hvd.rank() == root_rank
@@ -111,7 +111,6 @@ def broadcast_optimizer_state(
 
 
 def _fill_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Set gradients that are None to zeros, which scripts written for Horovod rely on."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad and parameter.grad is None:
@@ -125,7 +124,6 @@ class _Placeholder:
 
 
 def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Move the tensors of `value` to `tensors` and leave placeholders in their places."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _Placeholder(len(tensors) - 1, value)
@@ -137,7 +135,6 @@ def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _fill(value: Any, tensors: list[torch.Tensor] | None, root: int) -> Any:
-    """Broadcast the tensors of an outline and put them in the places of its placeholders."""
     if isinstance(value, _Placeholder):
         empty = torch.empty(value.shape, dtype=value.dtype, device=value.device)
         tensor = empty if tensors is None else tensors[value.number]

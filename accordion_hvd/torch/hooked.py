@@ -55,8 +55,8 @@ class HookedReducer(Reducer):
         return TorchCommunicator(self.process_set)
 
     def finish(self) -> None:
-        """Finish the exchange; compare the weights before this step if that is due."""
         super().finish()
+        # The optimizer's step follows, so these are the weights of the step before.
         step = self.exchange.steps
         if not self.idle and self.comparison_due(step):
             self.compare(step, self.checksums())
@@ -67,16 +67,10 @@ _reducers: Any = weakref.WeakSet()  # all hooked reducers
 
 @functools.cache
 def _watch_steps() -> None:
-    """Have PyTorch call `_check_scaler` before the step of any optimizer."""
     register_optimizer_step_pre_hook(_check_scaler)
 
 
 def _check_scaler(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
-    """Refuse a GradScaler whose scale is in the residuals of the optimizer's gradients.
-
-    Raises:
-        ValueError: if a GradScaler takes this step and the hook was made without it.
-    """
     if torch.compiler.is_compiling():
         return
     unaware = [x for x in _reducers if x.scaler is None and x.agreed]
@@ -91,8 +85,8 @@ def _check_scaler(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> 
 
 
 def _scaled_step() -> bool:
-    """Return whether an enabled GradScaler has called the `step` of an optimizer."""
     frame = sys._getframe(2)
+    # GradScaler tells nobody that it calls `step`, but is on the stack then.
     for _ in range(10):
         if frame.f_code.co_filename == grad_scaler.__file__:
             return frame.f_locals["self"].is_enabled()
@@ -118,7 +112,6 @@ class BackwardReducer(HookedReducer):
         super().arrived(parameter)
 
     def _end(self) -> None:
-        """Finish the exchange at the end of the last backward pass before a step."""
         self._queued = False
         self._passed += 1
         if self._passed < self.passes:
@@ -140,7 +133,6 @@ class HookedState:
 
     @property
     def policy(self) -> Policy:
-        """Return the policy."""
         return self._reducer.policy
 
     def end_window(self) -> None:

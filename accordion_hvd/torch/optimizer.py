@@ -173,13 +173,12 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     return wrapped
 
 
-def _wrap(
+def _wrap(  # which unpickling calls, too
     base: type[torch.optim.Optimizer],
     attributes: dict[str, Any],
     names: Named,
     options: dict[str, Any],
 ) -> Any:
-    """Return a distributed optimizer with these attributes; unpickling calls this function too."""
     wrapped = averaging.new_instance(base, attributes, Controls, _Distributed)
     wrapped._set_up(names, options)
     return wrapped
@@ -220,31 +219,25 @@ class _Distributed(Controls):
     # ------------------------------------------------------------------------ Horovod's interface
     @property
     def backward_passes_per_step(self: Any) -> int:
-        """Return the number of backward passes whose gradients are summed before an exchange."""
         return self._passes
 
     @property
     def op(self: Any) -> Any:
-        """Return the reduction, `hvd.Average` or `hvd.Sum`."""
         return hvd.Sum if self._options["total"] else hvd.Average
 
     @property
     def sparse_as_dense(self: Any) -> bool:
-        """Return whether sparse gradients are exchanged as dense ones."""
         return self._options["sparse_as_dense"]
 
     @property
     def gradient_predivide_factor(self: Any) -> float:
-        """Return the `gradient_predivide_factor` that was passed; it has no effect."""
         return self._options["predivide"]
 
     @property
-    def _parameter_names(self: Any) -> dict[torch.Tensor, str]:
-        """Return names by parameter; private in Horovod as well, but scripts read it."""
+    def _parameter_names(self: Any) -> dict[torch.Tensor, str]:  # scripts read it
         return {parameter: name for name, parameter in self._averager.named}
 
     def set_backward_passes_per_step(self: Any, passes: int) -> None:
-        """Set the number of backward passes whose gradients are summed before an exchange."""
         check_passes(passes, self._policy)
         self._passes = self._options["passes"] = passes
         self._averager.passes = self._policy.passes = passes
@@ -340,7 +333,6 @@ class _Distributed(Controls):
         self._base.zero_grad(self, *args, **kwargs)
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-        """Add a parameter group; its gradients are averaged as well."""
         self._base.add_param_group(self, param_group)
         self._averager._follow_groups()
 
@@ -398,11 +390,6 @@ class _Distributed(Controls):
         self._models.average(rates[0] * self._policy.observers.weight, rates=rates)
 
     def _optimizer_state(self: Any) -> Named:
-        """Return the wrapped optimizer's state tensors by name, without its step counts.
-
-        Raises:
-            RanksDisagree: on all ranks, if their state tensors differ in name, shape or dtype.
-        """
         tensors = [
             (f"{name}/{key}", self.state[p][key])
             for name, p in self._averager.named
@@ -415,23 +402,16 @@ class _Distributed(Controls):
         return tensors
 
     def _heed_scaler(self: Any) -> None:
-        """Prepare an exchange of unscaled gradients for a `GradScaler` that was not passed.
-
-        Only `step()` knows the scale, so that exchanges no longer begin in the backward pass.
-
-        Raises:
-            ValueError: if the policy does not work with a scaler, or if its residuals would be in
-                scaled units because the exchange has begun.
-        """
         validation.check_optimizer(Resolved(self._policy), self, True)
         averager = self._averager
         begun = averager.finished or averager.in_flight
+        # Residuals of this exchange would be in scaled units.
         keeps = begun and any(entry.stored for entry in averager.exchange.bucket_states)
         if keeps or (averager.in_flight and self.grad_scale is None):
             averager.reset()
             allowed = "the GradScaler of this training: its gradients are averaged in scaled units"
             check.refuse(OWNER, "grad_scaler", None, allowed)
-        averager.deferred = True
+        averager.deferred = True  # exchanges wait for step(), because only step() knows the scale
         averager.loss_scale = self.grad_scale
 
     def _synchronize_for_step(self: Any, closure: Any) -> None:
@@ -450,13 +430,10 @@ class _Distributed(Controls):
     _synchronized_by_scaler = False  # whether the GradScaler has called synchronize()
 
     @staticmethod
-    def _inner() -> Any:
-        """Return the wrapped optimizer if it is still alive; instances store a weak reference."""
+    def _inner() -> Any:  # instances have a weak reference to the wrapped optimizer instead
         return None
 
     def _averaging(self: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that averages the gradients after each call of `closure`."""
-
         def averaged() -> Any:
             with torch.enable_grad():
                 loss = closure()
@@ -478,11 +455,11 @@ class _Distributed(Controls):
             self._averager.compare(step, self._averager.checksums())
 
     def __reduce__(self: Any) -> Any:
-        """Pickle or copy the optimizer with its policy; the copy exchanges its own gradients."""
         rebuilt: tuple[str, ...] = ("_inner", "_options", "_passes", "_averager")
         rebuilt += ("_should_synchronize", "_exchanged", "_accumulated", "_batch_counted", "step")
         rebuilt += ("_models", "_members")
         attributes = {k: v for k, v in vars(self).items() if k not in rebuilt}
+        # These belong to this process, or to this optimizer.
         local = ("process_set", "scaler", "ledger")
         options = {k: v for k, v in self._options.items() if k not in local}
         ranks = self._options["process_set"].ranks
@@ -508,7 +485,6 @@ def _rebuild(
 
 @contextmanager
 def _scaled_rates(groups: list[dict[str, Any]], factor: int) -> Iterator[None]:
-    """Return a context in which all learning rates are multiplied by `factor`."""
     rates = [group["lr"] for group in groups]
     if factor != 1:
         for group in groups:
@@ -522,7 +498,6 @@ def _scaled_rates(groups: list[dict[str, Any]], factor: int) -> Iterator[None]:
 
 
 def _synchronize_before_unscaling(scaler: Any, optimizer: Any) -> None:
-    """Make `scaler.unscale_(optimizer)`, which `scaler.step` calls, average the gradients first."""
     original = scaler.unscale_
 
     def unscale_(target: Any) -> Any:

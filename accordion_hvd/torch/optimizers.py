@@ -137,11 +137,11 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         self._set_up(names, options)
 
     def __init_subclass__(cls, rule: type[UpdateRule] | None = None, **options: Any) -> None:
-        """Give a class its rule; let `inspect.signature` read other subclasses' constructors."""
         super().__init_subclass__(**options)
         if rule is not None:
             give(cls, rule, CompressedOptimizer.__init__)
         elif "__init__" in vars(cls):
+            # So that `inspect.signature` reads this constructor, not the base class's signature.
             cls.__signature__ = None  # type: ignore[attr-defined]
 
     def _own_names(self) -> list[tuple[str, torch.Tensor]] | None:
@@ -189,7 +189,6 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
 
     @torch.no_grad()
     def _prepare(self) -> None:
-        """Unscale the local gradients, add coupled weight decay, and clip them."""
         scale = getattr(self, "grad_scale", None)  # set by a GradScaler during its call
         self._averager._follow_groups()
         self._averager.watch([])  # layers may have been unfrozen
@@ -300,14 +299,12 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         self._averager.doubt()
 
     def __reduce__(self) -> Any:
-        """Raise TypeError: process sets and policies belong to one process."""
         raise TypeError(
             f"{type(self).__name__} cannot be pickled or copied; use state_dict() and "
             "load_state_dict()."
         )
 
     def __repr__(self) -> str:
-        """Return the policy, followed by the parameter groups as PyTorch prints them."""
         return f"{self._options['policy']!r}: {torch.optim.Optimizer.__repr__(self)}"
 
 

@@ -49,18 +49,16 @@ class Watched:
 class Reducer(GradientAverager[Exchange]):
     """Average gradients over the ranks, starting while the backward pass still runs.
 
+    Its other arguments are those of `GradientAverager`.
+
     Args:
         named: (name, parameter) pairs; names are unique and equal on all ranks.
         optimizer: function that returns the optimizer, for its learning rates; None if unknown.
         lr: function that returns the learning rate if the optimizer is unknown; None: 0.
         passes: number of backward passes whose gradients are summed before an exchange.
-        total: whether to sum gradients instead of averaging them.
-        sparse_as_dense: whether to exchange sparse gradients as dense ones.
-        skip: shell-style patterns of the names of parameters that are exchanged uncompressed.
         scaler: the GradScaler of the training, so that residuals are stored unscaled.
         settings: names of the group settings that exchange generators receive in `Info.hyper`;
             tensors of different groups then never share a bucket. None: no settings.
-        residual_dtype: dtype in which residuals are stored between steps.
 
     Attributes:
         hooked: whether hooks of the parameters announce gradients.
@@ -125,7 +123,6 @@ class Reducer(GradientAverager[Exchange]):
         self._watch_unfrozen()
 
     def _follow_groups(self) -> None:
-        """Notice parameters that were added to the optimizer's groups since the last step."""
         groups = self.groups()
         members = [id(parameter) for group in groups for parameter in group["params"]]
         if members == self._members:
@@ -155,9 +152,9 @@ class Reducer(GradientAverager[Exchange]):
         self.watch(added)
 
     def _watch_unfrozen(self) -> None:
-        """Watch parameters that require gradients now: layers may be unfrozen at any time."""
         known = self._watched
         new = [(p, n) for p, n in self._names.items() if p.requires_grad and p not in known]
+        # The order in which the backward pass reaches them: last layers first.
         for parameter, name in reversed(new):
             known[parameter] = Watched(parameter, name, self.passes * self.batches)
             self.device = parameter.device
@@ -166,7 +163,6 @@ class Reducer(GradientAverager[Exchange]):
         self.extend(self._tensor_infos([parameter for parameter, _ in reversed(new)]))
 
     def ranks_changed(self) -> None:
-        """Connect to the present ranks, and add hooks if this rank was the only one before."""
         self.reset()
         idle = self.idle
         super().ranks_changed()
@@ -178,7 +174,6 @@ class Reducer(GradientAverager[Exchange]):
         return engines.connect(self.process_set)
 
     def make_exchange(self, tensors: Sequence[TensorInfo]) -> Exchange:
-        """Return an exchange that reuses its buffers in each step."""
         exchange = Exchange(
             self.communicator, self.policy, tensors, skip=self.skip, name=self.name,
             ledger=self.ledger, residual_dtype=self.residual_dtype,
@@ -223,6 +218,7 @@ class Reducer(GradientAverager[Exchange]):
         self.pending, self.finished = True, False
         watched.delay -= 1
         if watched.delay == 0:
+            # A later change would be lost: the exchange may have begun (`_check_unchanged`).
             if self.open:
                 watched.mark = _mark(parameter.grad)
             if self.agreed and not self.deferred:
@@ -288,7 +284,6 @@ class Reducer(GradientAverager[Exchange]):
             self.reset()
 
     def _check_unchanged(self) -> None:
-        """Raise RuntimeError if a gradient was changed after its exchange could begin."""
         marked = [watched for watched in self._watched.values() if watched.mark is not None]
         newest: dict[int, int] = {}  # views of one buffer count their changes together
         for watched in marked:
@@ -306,7 +301,6 @@ class Reducer(GradientAverager[Exchange]):
 
     @property
     def in_flight(self) -> bool:
-        """Return whether the exchange of some gradient has started."""
         return self._exchange is not None and self._exchange.running is not None
 
     def adopting(self, saved: dict[str, Any] | None) -> checkpoint.Restore:
@@ -319,7 +313,6 @@ class Reducer(GradientAverager[Exchange]):
         return adopt
 
     def reset(self) -> None:
-        """Discard pending gradients and abort the exchange."""
         if self._exchange is not None:
             self._exchange.abort()
         self.pending = False
@@ -343,7 +336,6 @@ class Reducer(GradientAverager[Exchange]):
         return exchange
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return the optimizer's parameter groups; none if it is unknown."""
         optimizer = self.optimizer()
         return [] if optimizer is None else optimizer.param_groups
 
@@ -373,7 +365,6 @@ class Reducer(GradientAverager[Exchange]):
         return {s.bucket.name: rate.get(self.keys[s.bucket.members[0]], usual) for s in entries}
 
     def _count_ready(self, watched: Watched) -> None:
-        """Count a ready member of a bucket batch; start the batch when all members are ready."""
         number = self.number.get(watched.parameter)
         if number is None or self.per_sample:
             return  # `finish` exchanges sparse gradients and gradients of single contributors
@@ -414,7 +405,7 @@ class Reducer(GradientAverager[Exchange]):
             exchange.start(index, grad, weights, present)
 
     def _are_present(self, parameters: list[torch.Tensor]) -> list[bool]:
-        """Return whether the mean of each gradient is applied, whatever other ranks do."""
+        # Whether the mean is applied here, whatever gradients other ranks have.
         leaves = self.leaves_unused
         return [p.requires_grad and not (leaves and p.grad is None) for p in parameters]
 
@@ -429,9 +420,9 @@ class Reducer(GradientAverager[Exchange]):
         return self.scaler is not None or self.loss_scale is not None
 
     def _scale(self) -> Any:
-        """Return the loss scale, as a tensor if possible: reading it would wait for the GPU."""
         if self.scaler is None:
             return self.loss_scale
+        # As a tensor if possible: reading the number would wait for the GPU.
         lazily = getattr(self.scaler, "_get_scale_async", None)
         scale = lazily() if lazily is not None else None
         return self.scaler.get_scale() if scale is None else scale
@@ -454,6 +445,7 @@ class Reducer(GradientAverager[Exchange]):
             else:
                 means = [torch.full_like(p, exchange.lost) for p in parameters]
             if parameters:
+                # Exclusive: no other tensor shares the memory of a mean.
                 self._put(parameters, means, not finite or not batch.shares)
             batch.mean = None  # free the memory before the next step
         self.ledger.add("decode", perf_counter() - began)
@@ -461,11 +453,6 @@ class Reducer(GradientAverager[Exchange]):
     def _put(
         self, parameters: list[torch.Tensor], means: list[torch.Tensor], exclusive: bool
     ) -> None:
-        """Set the gradients of parameters to their means.
-
-        Args:
-            exclusive: whether no other tensor shares the memory of a mean.
-        """
         if exclusive or not _copy_all(parameters, means):
             for parameter, mean in zip(parameters, means, strict=True):
                 _set_gradient(parameter, mean, exclusive)
@@ -499,6 +486,7 @@ class Reducer(GradientAverager[Exchange]):
         self.agree(f"passes={self.passes}")
         order = list(self._watched)
         if not self.sparse_as_dense and order:
+            # A rank without such a gradient in this step must gather with the others.
             flags = self.on_any_rank([p.grad is not None and p.grad.is_sparse for p in order])
             self.expect_sparse([p for p, flag in zip(order, flags, strict=True) if flag])
 
@@ -517,11 +505,6 @@ def _notify(reducer: weakref.ref[Reducer], parameter: torch.Tensor) -> None:
 
 
 def _samples(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Take the gradients of single contributors from `grad_sample`; zeros if a parameter has none.
-
-    Raises:
-        ValueError: if no parameter has such gradients, or if their numbers differ.
-    """
     samples = [getattr(parameter, "grad_sample", None) for parameter in parameters]
     counts = {len(sample) for sample in samples if sample is not None}
     if len(counts) != 1:
@@ -540,21 +523,19 @@ def _samples(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _name_in(group: dict[str, Any], number: int, index: int) -> str:
-    """Return the name of a parameter in a group, if it has one, else its position."""
     names = group.get("param_names", [])
     return names[index] if index < len(names) else f"group.{number}.{index}"
 
 
 def _mark(grad: torch.Tensor | None) -> tuple[int, int, int] | None:
-    """Return where a gradient and its buffer are, and a count of changes; None if it is sparse."""
     if grad is None or grad.is_sparse:
         return None
+    # Views share a count of changes with their buffer.
     buffer = grad if grad._base is None else grad._base
     return grad.data_ptr(), buffer.data_ptr(), grad._version
 
 
 def _set_gradient(parameter: torch.Tensor, mean: torch.Tensor, exclusive: bool) -> None:
-    """Set the gradient to `mean`, without a copy if `mean` has exclusive use of its memory."""
     grad = parameter.grad
     if not parameter.requires_grad:
         return  # the parameter has been frozen and must not change
@@ -572,7 +553,6 @@ def _set_gradient(parameter: torch.Tensor, mean: torch.Tensor, exclusive: bool) 
 
 
 def _copy_all(parameters: list[torch.Tensor], means: list[torch.Tensor]) -> bool:
-    """Copy all `means` into the gradients in one call; return False if that is not possible."""
     grads = [parameter.grad for parameter in parameters]
     for parameter, grad, mean in zip(parameters, grads, means, strict=True):
         if grad is None or grad.is_sparse or grad.dtype != mean.dtype:
@@ -591,7 +571,7 @@ def _gather_sparse(grads: list[torch.Tensor]) -> ExchangeGenerator:
 
 
 def _number_or_tensor(lr: Any) -> Any:
-    """Return a learning rate as a number, unless it is on an accelerator."""
+    # Not from an accelerator, for which the host would wait in each step.
     return lr if isinstance(lr, torch.Tensor) and not on_cpu(lr.device) else float(lr)
 
 

@@ -219,9 +219,8 @@ class ReplicaReducer(BackwardReducer):
             self.roll_back()
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """Run a part of the step unless the step has failed; report a failure to the manager."""
         if self.manager.errored():
-            return
+            return  # the step has failed: it will not be committed
         try:
             action()
         except ConnectionLost as error:
@@ -235,8 +234,7 @@ class ReplicaReducer(BackwardReducer):
     def _put(
         self, parameters: list[torch.Tensor], means: list[torch.Tensor], exclusive: bool
     ) -> None:
-        """Set the gradients to the means over the participants: healing replicas sent zeros."""
-        factor = self.communicator.size / self.manager.num_participants()
+        factor = self.communicator.size / self.manager.num_participants()  # others have sent zeros
         if factor != 1:
             means, exclusive = [mean * factor for mean in means], True
         super()._put(parameters, means, exclusive)
@@ -252,10 +250,10 @@ class ReplicaReducer(BackwardReducer):
         return link
 
     def _join(self) -> None:
-        """If the quorum has changed, take over the policy and a share of the residuals."""
         if self._quorum == self.manager._quorum_id:
             self._handed_over = False  # nobody has left
             return
+        # Policy and a share of the residuals come from a replica that has all commits.
         self.ranks_changed()
         steps = self._gather(0 if self._exchange is None else self._exchange.steps)
         group = self.regroup(self._gather, leader=steps.index(max(steps)))
@@ -307,7 +305,6 @@ class ReplicaReducer(BackwardReducer):
         self.commit()
 
     def _stand_in_for(self, saved: dict[str, Any] | None) -> None:
-        """Leave the quorum, and take the place of the replica that made a snapshot."""
         self._quorum = None
         self.communicator = _absent(saved)
         if self._exchange is not None:
@@ -315,14 +312,12 @@ class ReplicaReducer(BackwardReducer):
 
 
 def _absent(saved: dict[str, Any] | None) -> Communicator:
-    """Return a communicator that is not connected, of the replica that made a snapshot."""
     link = LocalCommunicator(xp, 1 if saved is None else saved["ranks"])
     link.rank = 0 if saved is None else saved["rank"]
     return link
 
 
 def _report(group: Group, norms: list[float]) -> None:
-    """Log which replicas' residuals are lost, and how large those of the others are."""
     others = ", ".join(f"{norm:.3g}" for norm in norms)
     logger.warning(
         "accordion_hvd: replicas %s of %d ended without a handover or missed a commit. Their "
@@ -332,8 +327,8 @@ def _report(group: Group, norms: list[float]) -> None:
 
 
 def _gather_objects(value: Any, device: Any) -> ExchangeGenerator:
-    """Return the values, parts or saved states of all replicas, which travel without pickles."""
     file = io.BytesIO()
+    # Without pickles: other replicas load with `weights_only`.
     torch.save(_plain(value), file)
     sent = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
     parts = yield Allgather(sent.to(device), uneven=True)

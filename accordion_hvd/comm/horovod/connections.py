@@ -46,7 +46,6 @@ def decorated(elastic: Any, hvd: Any, function: Callable[..., Any]) -> Callable[
 
 
 def _connected() -> dict[Address, int]:
-    """Return the file descriptors of this process's TCP connections, by both ends' addresses."""
     import psutil  # comes with Horovod
 
     rows = psutil.Process().net_connections("tcp")
@@ -54,9 +53,10 @@ def _connected() -> dict[Address, int]:
 
 
 def _close(address: Address, descriptor: int) -> None:
-    """End a connection; its descriptor stays open, because Gloo may still use it."""
     try:
+        # A duplicate is closed: the descriptor stays open, because Gloo may still use it.
         with socket.socket(fileno=os.dup(descriptor)) as connection:
+            # The number may be that of another connection by now.
             if (connection.getsockname()[:2], connection.getpeername()[:2]) == address:
                 connection.shutdown(socket.SHUT_RDWR)
     except OSError:  # Gloo or the other rank has ended it meanwhile

@@ -21,7 +21,7 @@ def _installed() -> bool:
 
 
 def _init(*args: Any, **kwargs: Any) -> Any:
-    """Connect the ranks; process sets can be added later if that costs nothing."""
+    # Both set variables that Horovod reads when it starts.
     timeouts.limit_horovod()
     _adapter().process_sets.let_add()
     return _adapter().connections.start(lambda: _adapter().hvd.init(*args, **kwargs))

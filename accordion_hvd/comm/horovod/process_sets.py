@@ -24,7 +24,6 @@ def registered() -> list[Any]:
 
 
 def of_ranks(ranks: list[int] | None) -> Any:
-    """Return the process set of `ranks`; the global one for None or if there is none."""
     return next(_of(ranks), _horovod.global_process_set)
 
 
@@ -33,7 +32,6 @@ def _of(ranks: list[int] | None) -> Iterator[Any]:
 
 
 def addable() -> bool:
-    """Return whether process sets can be added after Horovod's start."""
     value = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0")
     return value.isdecimal() and int(value) > 0
 

@@ -69,7 +69,6 @@ class HorovodCommunicator(Communicator):
     def alltoall(
         self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
     ) -> Any:
-        """Start one alltoall; with `splits`, received sizes are unknown while a graph is traced."""
         options = self._options(name, group)
         if splits is not None:
             received, counts = self._call(
@@ -77,6 +76,7 @@ class HorovodCommunicator(Communicator):
                 lambda part, parts: hvd.alltoall(part, parts, **options),
                 [tensor, tf.constant(splits, tf.int32)],
             )
+            # In a graph, the counts are unknown while it is traced.
             return received, counts.numpy().tolist() if tf.executing_eagerly() else counts
         return self._call(
             ("alltoall", name, group), lambda part: hvd.alltoall(part, **options), [tensor]
@@ -97,7 +97,7 @@ class HorovodCommunicator(Communicator):
         with timeouts.waiting():
             if self.directly:
                 return operation(*tensors)
-            specs = [tf.TensorSpec([None] * x.shape.rank, x.dtype) for x in tensors]
+            specs = [tf.TensorSpec([None] * x.shape.rank, x.dtype) for x in tensors]  # of any size
             key = (self.members.process_set.process_set_id, key, *specs)
             if key not in _functions:
                 function = tf.function(operation, autograph=False)
@@ -113,6 +113,6 @@ class HorovodCommunicator(Communicator):
 
 
 def _executes() -> bool:
-    """Return whether a thread executes TensorFlow; a graph that fails does not say that it ends."""
+    # A graph that fails does not say that it ends: then no thread is within TensorFlow.
     frames = sys._current_frames().values()
     return any("tensorflow/python/eager/" in frame.f_code.co_filename for frame in frames)

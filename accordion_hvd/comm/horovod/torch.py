@@ -22,8 +22,6 @@ _OPS = {"mean": hvd.Average, "sum": hvd.Sum, "max": hvd.Max}
 
 
 class HorovodCommunicator(Communicator):
-    """A communicator of the ranks of a Horovod process set, numbered from 0 within it."""
-
     def __init__(self, process_set: Any = None) -> None:
         self.members = Members(process_set)
         self.rank, self.size, self.xp = self.members.rank, self.members.size, xp
@@ -33,19 +31,15 @@ class HorovodCommunicator(Communicator):
         )
         self.scratch = {}
         timeouts.register()
+        # Over MPI, Horovod's calls may wait and hold Python's lock meanwhile.
         if hvd.mpi_enabled():
             timeouts.guard_lock(hvd.rank())
 
     def pause(self, waited: float) -> None:
-        """Sleep between two polls; after a timeout, let this process end without other ranks.
-
-        Raises:
-            RankLost: after ACCORDION_HVD_TIMEOUT seconds.
-        """
         try:
             super().pause(waited)
         except RankLost:
-            timeouts.give_up()
+            timeouts.give_up()  # the end of Horovod would wait for the lost rank once more
             raise
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
@@ -79,7 +73,7 @@ class HorovodCommunicator(Communicator):
         return hvd.poll(handle[0] if isinstance(handle, tuple) else handle)
 
     def wait(self, handle: Any) -> Any:
-        """Return the result; called only after `poll` is True, because Horovod's own wait spins."""
+        # Called only after `poll` was True, because Horovod's own wait spins.
         if isinstance(handle, tuple):
             received, counts = hvd.synchronize(handle[0])
             return received if handle[1] else (received, counts.tolist())

@@ -73,7 +73,7 @@ class TorchCommunicator(Communicator):
         within = dist.group.WORLD if whole else self.members.group(group)
         shapes = [x.shape for x in tensors]
         sent = [x.contiguous() for x in tensors]
-        averages = self._nccl and sent[0].is_cuda
+        averages = self._nccl and sent[0].is_cuda  # only NCCL has AVG
         if len(sent) > 1 and not averages:
             sent = [torch.cat([x.view(-1) for x in sent])]
         kind = dist.ReduceOp.AVG if op == "mean" and averages else _OPS[op]
@@ -92,8 +92,8 @@ class TorchCommunicator(Communicator):
     def allgather(
         self, name: str, tensor: Tensor, group: Group, lengths: Sequence[int] | None = None
     ) -> Any:
-        """Start one allgather; vectors of different `lengths` are padded to the longest one."""
         within, ranks = self.members.group(group), self.ranks(group)
+        # All parts of one allgather have one length.
         length = tensor.shape[0] if lengths is None else max(lengths)
         sent = tensor.contiguous()
         if length > tensor.shape[0]:
@@ -109,6 +109,7 @@ class TorchCommunicator(Communicator):
         return self._start(name, [self.gathering(gathered, sent, within)], result)
 
     def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
+        # `dist.broadcast` overwrites its argument.
         value = tensor.clone()
         call = self.broadcasting(value, root, self.members.group(group))
         return self._start(name, [call], lambda: value)
@@ -116,10 +117,10 @@ class TorchCommunicator(Communicator):
     def alltoall(
         self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
     ) -> Any:
-        """Start one alltoall; with `splits`, exchange the numbers of rows first, and wait."""
         within, tensor = self.members.group(group), tensor.contiguous()
         counts: list[int] | None = None
         if splits is not None:
+            # Receivers must know the numbers of rows before, so this operation is waited for.
             sent = torch.tensor(splits, device=tensor.device)
             numbers = torch.empty_like(sent)
             call = partial(dist.all_to_all_single, numbers, sent, group=within, async_op=True)
@@ -138,11 +139,10 @@ class TorchCommunicator(Communicator):
         return partial(dist.broadcast, value, self.members.globally(root), within, async_op=True)
 
     def register(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """Create the process groups of `groups` of which this rank is a member."""
         self.members.register(groups)
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Call `done` without pauses, since operations of an ordered engine are waited for."""
+        # Without pauses, since `ready` waits for an operation of an ordered engine.
         while not done():
             pass
 
@@ -150,7 +150,6 @@ class TorchCommunicator(Communicator):
         return all(work.is_completed() for work in handle.works)
 
     def wait(self, handle: Any) -> Any:
-        """Wait for the operations, with ConnectionLost if one fails; return their result."""
         watch.count, watch.name = watch.count + 1, repr(handle.name)
         watch.began = time.monotonic()
         try:
@@ -165,13 +164,11 @@ class TorchCommunicator(Communicator):
         return handle.result()
 
     def _wait_for(self, work: Any) -> None:
-        """Wait for an operation, no longer than the timeout: the script may have set another one.
-
-        A wait for NCCL with a limit would block the host.
-        """
+        # A wait for NCCL with a limit would block the host.
         if self._limit is None or self._nccl:
             work.wait()
         else:
+            # The script may have initialized torch.distributed with another limit.
             work.wait(self._limit)
 
     def _start(self, name: str, calls: Sequence[Callable[[], Any]], result: Any) -> Handle:
@@ -190,10 +187,7 @@ class TorchCommunicator(Communicator):
 
 
 def _is_of_a_signal(error: BaseException) -> bool:
-    """Return whether a Python function that handles a signal has raised this error.
-
-    PyTorch's data loader, for example, has one that raises if a worker has been killed.
-    """
+    # PyTorch's data loader, for example, has one that raises if a worker has been killed.
     handlers = (signal.getsignal(number) for number in signal.valid_signals())
     codes = {getattr(handler, "__code__", None) for handler in handlers}
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
@@ -242,11 +236,9 @@ class _Everyone:
         self._process_group = process_group
 
     def group(self, group: tuple[int, ...] | None) -> Any:
-        """Return the process group; a group of some replicas is refused (ValueError)."""
         self.register([] if group is None else [group])
         return self._process_group
 
     def register(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """Refuse groups of some replicas (ValueError)."""
         if groups:
             raise ValueError(f"groups are {groups}, but torchft connects all replicas only.")

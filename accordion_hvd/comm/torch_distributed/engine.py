@@ -11,13 +11,10 @@ from accordion_hvd.comm.torch_distributed.communicator import TorchCommunicator
 
 
 def _launched() -> bool:
-    """Return whether torch.distributed connects the ranks, or can do so.
-
-    Jobs of MPI may set torchrun's variables for other libraries, and torchrun's ranks may inherit
-    those of MPI.
-    """
     if dist.is_initialized() or dist.is_torchelastic_launched():
         return True
+    # Jobs of MPI may set torchrun's variables for other libraries. Ranks of torchrun, which
+    # the lines above find, may inherit those of MPI.
     return start.launched() and not (started_by_mpi() and has_horovod())
 
 

@@ -69,18 +69,15 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Return whether `init` has been called."""
     return _place is not None
 
 
 def rank() -> int:
-    """Return the rank of this process."""
     _place_here()
     return dist.get_rank()
 
 
 def size() -> int:
-    """Return the number of ranks."""
     _place_here()
     return dist.get_world_size()
 
@@ -112,7 +109,6 @@ def _place_here() -> Place:
 
 
 def _find_place() -> Place:
-    """Return local and cross ranks and sizes, from the names of all ranks' hosts; collective."""
     own, names = dist.get_rank(), [""] * dist.get_world_size()
     dist.all_gather_object(names, host_name())
     local = [rank for rank, name in enumerate(names) if name == names[own]]
@@ -131,42 +127,34 @@ def join(device: int = -1) -> int:
 
 
 def gloo_built() -> bool:
-    """Return whether PyTorch has Gloo."""
     return dist.is_gloo_available()
 
 
 def gloo_enabled() -> bool:
-    """Return whether the ranks use Gloo."""
     return "gloo" in dist.get_backend()
 
 
 def mpi_built() -> bool:
-    """Return whether PyTorch has MPI."""
     return dist.is_mpi_available()
 
 
 def mpi_enabled() -> bool:
-    """Return whether the ranks use MPI."""
     return dist.get_backend() == "mpi"
 
 
 def nccl_built() -> int:
-    """Return whether PyTorch has NCCL."""
     return int(dist.is_nccl_available())
 
 
 def cuda_built() -> bool:
-    """Return whether PyTorch has CUDA."""
     return torch.backends.cuda.is_built()
 
 
 def rocm_built() -> bool:
-    """Return whether PyTorch has ROCm."""
     return torch.version.hip is not None
 
 
 def ddl_built() -> bool:
-    """Return False."""
     return False
 
 
@@ -225,11 +213,6 @@ _pending: dict[int, tuple[TorchCommunicator, Handle, Callable[[Any], Any]]] = {}
 
 
 def _communicator(process_set: Any) -> TorchCommunicator:
-    """Return a communicator of the ranks of a process set.
-
-    Raises:
-        ValueError: if this process is not a member.
-    """
     communicator = TorchCommunicator(process_set)
     if communicator.rank < 0:
         raise ValueError(f"this rank is not a member of {process_set!r}.")
@@ -239,7 +222,6 @@ def _communicator(process_set: Any) -> TorchCommunicator:
 def _start(
     communicator: TorchCommunicator, handle: Handle, finish: Callable[[Any], Any] = lambda x: x
 ) -> int:
-    """Return the number of an operation, whose result becomes `finish(result)`."""
     number = next(_numbers)
     _pending[number] = communicator, handle, finish
     return number
@@ -262,16 +244,16 @@ _WIDER = {torch.bfloat16: torch.float32, torch.int16: torch.int32, torch.bool: t
 
 
 def _reducible(tensor: Tensor) -> Tensor:
-    """Return the tensor, contiguous, in a dtype that every backend can reduce."""
     return tensor.to(_WIDER.get(tensor.dtype, tensor.dtype)).contiguous()
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the tensor's bytes, which every backend can transfer."""
+    # Every backend transfers bytes.
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 # ------------------------------------------------------------------------------------- reductions
+# Names and arguments are Horovod's: `..._async` returns a handle, and a last `_` means in place.
 def _operation(average: bool | None, op: int | None) -> int:
     if average is not None and op is not None:
         raise ValueError("The op parameter supersedes average. Please provide only one of them.")
@@ -292,7 +274,6 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> int:
-    """Start a reduction of several tensors in place; return a handle."""
     chosen, communicator = _operation(average, op), _communicator(process_set)
     group, size = communicator.members.group(None), communicator.size
     sent = [_reducible(x.detach()) for x in tensors]
@@ -317,7 +298,6 @@ def grouped_allreduce_async(
     op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> int:  # fmt: skip
-    """Start a reduction of several tensors; return a handle."""
     copies = [x.detach().clone() for x in tensors]
     return grouped_allreduce_async_(
         copies, average, name, op, prescale_factor, postscale_factor, process_set
@@ -339,7 +319,6 @@ def grouped_allreduce(
 
 
 def grouped_allreduce_(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
-    """Reduce several tensors in place and return them."""
     return synchronize(grouped_allreduce_async_(tensors, *args, **kwargs))
 
 
@@ -350,12 +329,10 @@ def _single(handle: int) -> int:
 
 
 def allreduce_async(tensor: Tensor, *args: Any, **kwargs: Any) -> int:
-    """Start a reduction; return a handle."""
     return _single(grouped_allreduce_async([tensor], *args, **kwargs))
 
 
 def allreduce_async_(tensor: Tensor, *args: Any, **kwargs: Any) -> int:
-    """Start a reduction in place; return a handle."""
     return _single(grouped_allreduce_async_([tensor], *args, **kwargs))
 
 
@@ -365,7 +342,6 @@ def allreduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def allreduce_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Reduce a tensor in place and return it."""
     return grouped_allreduce_([tensor], *args, **kwargs)[0]
 
 
@@ -390,7 +366,6 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: Any = None) 
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: Any = None
 ) -> list[Tensor]:
-    """Return the allgather of each tensor."""
     handles = [allgather_async(x, name, process_set) for x in tensors]
     return [synchronize(handle) for handle in handles]
 
@@ -398,7 +373,6 @@ def grouped_allgather(
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None
 ) -> int:
-    """Start a broadcast from the global rank `root_rank` in place; return a handle."""
     communicator = _communicator(process_set)
     value = _bytes(tensor)
     group = communicator.members.group(None)
@@ -414,14 +388,12 @@ def broadcast_async_(
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None
 ) -> int:
-    """Start a broadcast from the global rank `root_rank`; return a handle."""
     return broadcast_async_(tensor.detach().clone(), root_rank, name, process_set)
 
 
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None
 ) -> Tensor:
-    """Broadcast from the global rank `root_rank` in place; return the tensor."""
     return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
 
 

@@ -33,18 +33,15 @@ class ProcessSet:
         self.ranks: list[int] | None = sorted(ranks)
 
     def size(self) -> int | None:
-        """Return the number of ranks; None if the process set has not been added."""
         return None if self.process_set_id is None else len(self.ranks or ())
 
     def rank(self) -> int | None:
-        """Return this process' rank within the set, -1 outside of it; None if not added."""
         if self.process_set_id is None:
             return None
         own = dist.get_rank()
         return self.ranks.index(own) if self.ranks and own in self.ranks else -1
 
     def included(self) -> bool | None:
-        """Return whether this process is a member."""
         return None if self.ranks is None else dist.get_rank() in self.ranks
 
     def __repr__(self) -> str:
@@ -64,7 +61,6 @@ def start(process_sets: Sequence[ProcessSet] | None) -> None:
 
 
 def stop() -> None:
-    """Forget all process sets and process groups."""
     for process_set in (global_process_set, *_known):
         process_set.process_set_id = None
     global_process_set.ranks = None
@@ -96,7 +92,6 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set; return whether it was known."""
     if process_set not in _known:
         return False
     _known.remove(process_set)
@@ -105,7 +100,6 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def of_ranks(ranks: list[int] | None) -> ProcessSet:
-    """Return the process set of `ranks`; the global one for None or if there is none."""
     matching = [known for known in _known if known.ranks == ranks]
     return matching[0] if matching else global_process_set
 
@@ -118,7 +112,7 @@ def of_group(group: Any) -> ProcessSet:
         ranks = tuple(dist.get_process_group_ranks(group))
         _groups.setdefault(ranks, group)
     process_set = ProcessSet(ranks)
-    process_set.process_set_id = 0
+    process_set.process_set_id = 0  # as if it was added; `size` and `rank` ask for it
     return process_set
 
 
@@ -132,6 +126,7 @@ def group_of(ranks: tuple[int, ...]) -> Any:
     if ranks not in _groups:
         limit = datetime.timedelta(seconds=timeouts.seconds())  # else PyTorch's half an hour
         members = list(ranks)
+        # Only members get here: without this option, all ranks would have to.
         _groups[ranks] = dist.new_group(members, limit, use_local_synchronization=True)
     return _groups[ranks]
 
@@ -151,12 +146,10 @@ class Members:
         return self._ranks[rank]
 
     def group(self, group: tuple[int, ...] | None) -> Any:
-        """Return the process group of a group of members; of all members for None."""
         members = range(self.size) if group is None else group
         return group_of(tuple(self._ranks[rank] for rank in members))
 
     def register(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """Create the process groups of `groups` of which this rank is a member."""
         for group in groups:
             if self.rank in group:
                 self.group(group)

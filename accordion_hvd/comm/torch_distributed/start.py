@@ -90,7 +90,8 @@ def start_under(hvd: Any) -> None:
     interface = os.environ.get("HOROVOD_GLOO_IFACE")
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    hosts, store, place, limit = hvd.allgather_object(_host()), None, None, timeout()
+    own = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()  # which others can reach
+    hosts, store, place, limit = hvd.allgather_object(own), None, None, timeout()
     if rank == 0:
         store, place = open_store(tcp.own_address(hosts[0], hosts), limit)
     place = hvd.broadcast_object(place, name="accordion.store")
@@ -117,7 +118,6 @@ def open_store(address: str, limit: datetime.timedelta) -> tuple[Any, tuple[str,
 
 
 def end() -> None:
-    """End torch.distributed, and its threads."""
     watch.end()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -135,8 +135,8 @@ def _end_with_process(ours: bool = True) -> None:
 
 
 def _let_child_end() -> None:
-    """Keep what a forked child must not destroy: destructors wait for threads that it lacks."""
     if dist.is_initialized():
+        # Destructors would wait for threads that a forked child lacks: nothing is destroyed there.
         world = dist.group.WORLD
         kept = [world, dist.distributed_c10d._get_default_store()]
         with contextlib.suppress(RuntimeError):  # there is no backend for CPUs
@@ -157,8 +157,3 @@ def _leave(ours: bool) -> None:
         end()
     else:
         watch.end()
-
-
-def _host() -> str:
-    """Return a name of this host that the other ranks can reach."""
-    return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()

@@ -93,11 +93,10 @@ class Watch:
         return ", ".join(found or self._late()) or "which rank is late is not known"
 
     def _late(self) -> list[str]:
-        """Describe the ranks that this rank waits for, as far as the thread has noticed."""
         late, now = [], time.monotonic()
         for rank, (entry, since) in sorted(self._seen.items()):
             words = entry.split(maxsplit=2)
-            if now - since > 2.5 * self._interval:
+            if now - since > 2.5 * self._interval:  # two beats are missing
                 late.append(f"rank {rank} does not answer")
             elif int(words[0]) < self.count:
                 last = f"its last one is {words[0]}, {words[2]}" if words[2:] else "it joined none"
@@ -105,7 +104,6 @@ class Watch:
         return late
 
     def _find_ended(self) -> list[str]:
-        """Describe the ranks that have ended; tell the other ranks, which may be on other hosts."""
         places = {r: self._read(f"place.{r}").split() for r in self._others}
         until = time.monotonic() + _PATIENCE
         while time.monotonic() < until:
@@ -114,7 +112,7 @@ class Watch:
                 here = place[:1] == [_host()]
                 if not ends[rank] and here and _has_ended(int(place[1])):
                     ends[rank] = "has ended"
-                    self._store.set(f"end.{rank}", ends[rank])
+                    self._store.set(f"end.{rank}", ends[rank])  # for ranks of other hosts
             if found := [f"rank {r} {how}" for r, how in ends.items() if how not in ("", LOST)]:
                 return found
             time.sleep(_PAUSE)
@@ -124,7 +122,6 @@ class Watch:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _in_time(self, call: Callable[[], None]) -> bool:
-        """Call what uses the store; return whether it answers, for which nobody waits long."""
         answers = []
 
         def run() -> None:
@@ -132,6 +129,7 @@ class Watch:
                 call()
                 answers.append(True)
 
+        # In a thread: a store that does not answer would block this one.
         thread = threading.Thread(target=run, name="accordion.store", daemon=True)
         thread.start()
         thread.join(2 * _PATIENCE)
@@ -162,12 +160,12 @@ class Watch:
             entry = self._store.get(str(rank)).decode() if known else "0 0"
             before = self._seen.get(rank, ("", now))
             seen[rank] = before if before[0] == entry else (entry, now)
-        self._seen = seen
+        self._seen = seen  # as a whole, because another thread reads it
 
 
 def _host() -> str:
-    """Return a name of this host, and of the namespace whose processes this one sees."""
     try:
+        # Processes are looked for by their numbers, which hold within one namespace.
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         namespace = ""
@@ -175,8 +173,8 @@ def _host() -> str:
 
 
 def _has_ended(process: int) -> bool:
-    """Return whether a process of this host has ended; its parent may not know it yet."""
     try:
+        # A process that has ended exists until its parent asks for its status.
         os.kill(process, 0)
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except ProcessLookupError:

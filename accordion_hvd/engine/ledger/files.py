@@ -78,7 +78,6 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def ledgers(folder: Path) -> list[Path]:
-    """Return the ledgers in a folder, one for each exchange of the job."""
     return sorted(folder.glob("ledger*.json"))
 
 
@@ -98,9 +97,8 @@ def write(path: Path, text: str) -> Path:
 
 
 def _finite(value: Any) -> Any:
-    """Return a value in which None stands for numbers that JSON does not have."""
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return value if math.isfinite(value) else None  # JSON has no NaN and no infinity
     if isinstance(value, Mapping):
         return {str(key): _finite(x) for key, x in value.items()}
     if isinstance(value, list | tuple):

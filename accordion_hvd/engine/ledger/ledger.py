@@ -149,7 +149,7 @@ class Ledger:
         self._ended = time.perf_counter()
 
     def _try_out(self, folder: Path) -> None:
-        """Find out before the first step that the folder cannot be written."""
+        # Before the first step, not after hours, it shows that the folder cannot be written.
         self.job.number = files.next_number(folder)
         if not self.job.rank:
             files.write(folder / f"try.{os.getpid()}", "").unlink()
@@ -165,16 +165,13 @@ class Ledger:
         return True
 
     def moved(self, exchange: Exchange) -> None:
-        """Record that the exchange connects other ranks now."""
         self.job.join(exchange)
         self.event("ranks", exchange.steps, ranks=self.job.ranks)
 
     def extended(self, entries: Sequence[Any]) -> None:
-        """Record that the exchange serves these buckets (`BucketState`)."""
         self.job.add_buckets(entries)
 
     def switched(self, entry: BucketState, step: int) -> None:
-        """Record that a bucket has another compressor before exchange number `step`."""
         self.job.buckets[entry.bucket.name]["compressor"] = repr(entry.compressor)
         self.event("level", step, bucket=entry.bucket.name, compressor=repr(entry.compressor))
 
@@ -321,7 +318,6 @@ class Ledger:
         }
 
     def _has_steps(self) -> bool:
-        """Return whether steps have been recorded, those of graphs included."""
         exchange = self._exchange()
         if exchange is not None:
             exchange.account()
@@ -349,7 +345,6 @@ class Ledger:
         return files.write_receipt(files.save(folder, self.job.number, found), found)
 
     def _end(self) -> None:
-        """Write the receipt and close the sinks at the end of the process."""
         for sink in self.sinks:
             self._spare(_name(sink), getattr(sink, "close", int))
         if self.folder is not None and self._writes and self._has_steps():
@@ -362,12 +357,10 @@ class Ledger:
 
 
 def _name(sink: Sink) -> str:
-    """Return how messages call a sink: by its class, or a function by its name."""
     return f"the sink {getattr(sink, '__name__', type(sink).__name__)}"
 
 
 def _sent_over_tcp() -> float:
-    """Return the bytes that this process has sent on its open TCP connections."""
     return sum(x.sent for x in tcp.connections())
 
 

@@ -88,7 +88,6 @@ def _cards(summary: Summary) -> Iterator[str]:
 
 
 def _gain(bounds: tuple[float, float], text: Callable[[float], str]) -> tuple[str, str]:
-    """Return what was gained, as a figure and the words before its explanation."""
     low, high = bounds
     if low < 0 < high:
         return "saved or lost?", f"between {text(-low)} lost and {text(high)} saved, estimated "
@@ -154,7 +153,6 @@ def _levels(found: Found) -> str:
 
 
 def _regimes(found: Found) -> str:
-    """Return the section about critical regimes and the norms that decided."""
     spans, decisions = critical(found), [row for row in found["decisions"] if row["norm"]]
     if not decisions:
         return ""
@@ -301,7 +299,6 @@ def _figure(chart: str, caption: str = "") -> str:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Return a table whose columns are right-aligned, except those in `left`."""
     sides = [" class='left'" if i in left else "" for i in range(len(header))]
 
     def line(kind: str, cells: Sequence[str]) -> str:
@@ -313,14 +310,12 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[
 
 
 def _colors(summary: Summary) -> dict[str, str]:
-    """Return the colors of the parts that take time in this job."""
     return {part: color for part, (color, _) in PARTS.items() if summary.parts[part]}
 
 
 def _columns(
     found: Found, scales: Mapping[str, float]
 ) -> list[tuple[str, float, dict[str, float]]]:
-    """Return title, steps and scaled means of windows, merged to at most `COLUMNS` of them."""
     names, rows = list(found["steps"]), list(zip(*found["steps"].values(), strict=True))
     span, end, columns = -(-len(rows) // COLUMNS), 0, []
     for i in range(0, len(rows), span):

@@ -65,7 +65,6 @@ class Samples:
         self._open: dict[str, tuple[Any, Any]] = {}  # bucket -> |x|, |x - C(x)| if it is known
 
     def begin(self, exchange: Exchange) -> None:
-        """Begin a step of an exchange, and decide whether to measure it."""
         step = exchange.steps + 1
         interval = EVERY << (step // OFTEN).bit_length()  # doubles as often as the steps double
         self.measuring = not self._failed and (step in EARLY or step % interval == 0)
@@ -104,7 +103,6 @@ class Samples:
                 self._follow(exchange, entry, shadow, x, info)
 
     def after(self, exchange: Exchange) -> None:
-        """Measure the residuals after a step that is complete."""
         if not self._open:
             return
         xp, number = exchange.xp, exchange.steps
@@ -131,7 +129,6 @@ class Samples:
     def _follow(
         self, exchange: Exchange, entry: BucketState, shadow: Compressor, x: Tensor, info: Info
     ) -> None:
-        """Let a shadow compress x, with the state of its last step but without error feedback."""
         name, xp, ranks = repr(shadow), exchange.xp, exchange.communicator.size
         key = name, entry.bucket.name
         error, self._states[key] = _compress(xp, entry, shadow, x, info, self._states.get(key))
@@ -166,7 +163,6 @@ def _compress(
 def _bytes_sent(
     xp: Any, entry: BucketState, compressor: Compressor, x: Tensor, info: Info, ranks: int
 ) -> float:
-    """Return the bytes that one of several ranks would send."""
     info, traffic = _late(compressor, info, ranks), Traffic()
     generator = compressor.exchange(xp.copy(x), compressor.init(entry.spec, info), info)
     LocalCommunicator(xp, ranks).run("shadow", generator, traffic)
@@ -174,7 +170,7 @@ def _bytes_sent(
 
 
 def _late(compressor: Compressor, info: Info, ranks: int) -> Info:
-    """Return the `Info` of one of `ranks` ranks, after phases of preparation."""
+    # After phases of preparation, as in most steps of a job.
     steps = -(-compressor.startup_steps // ranks) * ranks
     phase = compressor.variant(steps) if compressor.period != 1 else 0
     return replace(info, phase=phase, rank=0, size=ranks)

@@ -24,11 +24,7 @@ MICRO = 1e6  # microseconds in a second
 
 
 class _FileSink:
-    """A sink that writes a text file, which is opened at the first record.
-
-    Args:
-        path: path of the file; an existing file is replaced.
-    """
+    """Writes the text file `path`, which the first record opens; an existing file is replaced."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -42,7 +38,6 @@ class _FileSink:
         self._file.flush()  # so that a forked child has nothing left to write
 
     def close(self) -> None:
-        """Close the file; further calls have no effect."""
         if self._file is not None and not self._file.closed:
             self._file.close()
 
@@ -123,7 +118,6 @@ class Tracker(abc.ABC):
         """Log values by name, as of the end of `step`."""
 
     def __call__(self, record: Record) -> None:
-        """Add a step, and log the means if they are due."""
         for key in ("seconds", *PARTS, "sent"):
             self._sums[key] = self._sums.get(key, 0.0) + record[key]
         self._steps += record["steps"]

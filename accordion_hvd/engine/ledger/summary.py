@@ -112,17 +112,14 @@ class Summary:
 
     @property
     def communication(self) -> float:
-        """Return the seconds per step that the training thread spends on communication."""
         return self.exchange + self.parts["decide"]
 
     @property
     def share(self) -> float:
-        """Return the part of a step that is communication."""
         return self.communication / self.seconds if self.seconds else 0.0
 
     @property
     def ratio(self) -> float:
-        """Return how many times fewer bytes are sent than without compression."""
         return self.dense / self.sent if self.sent else 1.0
 
     @property
@@ -235,7 +232,6 @@ def _ranks(found: Found) -> list[Rank]:
 
 
 def _parts(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return the mean seconds per step of each part of the time."""
     return {part: sums[part] / max(sums["steps"], 1.0) for part in PARTS}
 
 
@@ -280,7 +276,6 @@ def steps_of(found: Found) -> int:
 
 
 def _spans(found: Found, marks: Sequence[tuple[int, Any]]) -> list[tuple[int, int, Any]]:
-    """Return (first step, end, value) between changes (step, value), the last until the end."""
     ends = [*(step for step, _ in marks[1:]), steps_of(found)]
     return [(began, end, x) for (began, x), end in zip(marks, ends, strict=True) if end > began]
 

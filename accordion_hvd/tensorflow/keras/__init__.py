@@ -62,7 +62,6 @@ else:
 
 
 def __getattr__(name: str) -> Any:
-    """Return any other name from `horovod.tensorflow.keras`."""
     return check.attribute(__name__, _horovod, name)
 
 

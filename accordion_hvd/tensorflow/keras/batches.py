@@ -94,11 +94,8 @@ class AccordionDataset(keras.utils.PyDataset):
 
 
 def _update_fit(count: int) -> None:
-    """Set the number of batches per epoch in the `fit` that calls this function.
-
-    `fit` reads the number only once, when it begins. A later epoch with fewer batches would end in
-    the middle of a step, because the dataset is exhausted.
-    """
+    # `fit` reads the number once, when it begins. A later epoch with fewer batches would end in
+    # the middle of a step, because the dataset is exhausted.
     frame: Any = sys._getframe(2)
     for _ in range(4):
         owner = frame.f_locals.get("self")

@@ -152,7 +152,6 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self.model.train_function, self._traced = None, None
 
     def _reuse_train_function(self, averager: Any) -> None:
-        """Reuse the train function of the previous `fit` if nothing has changed since."""
         *stamp, function = averager.train_function or (None,)
         averager.train_function = None
         if function is None or not averager.managed:
@@ -162,7 +161,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self.model.train_function, self._traced = function, averager.exchange.version
 
     def _stamp(self, version: int | None) -> tuple[Any, ...]:
-        """Return the settings on which a train function depends: levels, arguments of `compile`."""
+        # A train function depends on the levels and on the arguments of `compile`.
         names = ("_compile_loss", "_compile_metrics")
         return version, *(getattr(self.model, name, None) for name in names)
 
@@ -176,7 +175,6 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         return optimizer._averager if averages_gradients else None
 
     def _ends_windows(self) -> bool:
-        """Return whether the callback must end windows, because the policy has no fixed one."""
         return getattr(self._averager().policy, "window", "fixed") is None
 
     def _broadcast(self) -> None:

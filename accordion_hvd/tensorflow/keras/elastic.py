@@ -19,5 +19,4 @@ __all__ = sorted({*_horovod.__all__, "KerasState", "TensorFlowKerasState"})
 
 
 def __getattr__(name: str) -> Any:
-    """Return any other name from `horovod.tensorflow.keras.elastic`."""
     return getattr(_horovod, name)

@@ -341,11 +341,6 @@ class _Distributed(Controls):
 
     # ------------------------------------------------------------------------- methods for users
     def average_now(self: Any, model: Any = None) -> None:
-        """Set the models of all ranks to their average; see `Controls.average_now`.
-
-        Raises:
-            RuntimeError: in a graph, or if the optimizer never averages models.
-        """
         if not tf.executing_eagerly():
             raise RuntimeError("average_now() must be called outside of tf.function.")
         if self._models is not None:
@@ -371,11 +366,7 @@ class _Distributed(Controls):
 
     # --------------------------------------------------------------------- methods that Keras calls
     def build(self: Any, variables: Any) -> None:
-        """Create the optimizer's variables, after checks of the caller.
-
-        Raises:
-            TypeError: if a LossScaleOptimizer contains this optimizer.
-        """
+        # Keras builds before it traces a graph, so that this can still turn off XLA.
         validation.check_keras_caller(self)
         super().build(variables)  # type: ignore[misc]
         self._averager.enlist()
@@ -384,15 +375,6 @@ class _Distributed(Controls):
 
     @tf.autograph.experimental.do_not_convert
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
-        """Average the gradients, and apply the wrapped optimizer's update, including its clipping.
-
-        Args:
-            grads: this rank's gradients.
-            trainable_variables: their variables. Default: those with which the optimizer was built.
-
-        Raises:
-            ValueError: if the numbers of gradients and variables differ.
-        """
         grads = list(grads)
         if not grads:
             return
@@ -434,9 +416,8 @@ class _Distributed(Controls):
             self._iterations.assign_add(batches - 1)
 
     def _get_current_learning_rate(self: Any) -> Any:
-        """Return the learning rate, multiplied within a step by its number of small batches."""
         rate = super()._get_current_learning_rate()  # type: ignore[misc]
-        if self._factor is None:
+        if self._factor is None:  # not within a step of several small batches
             return rate
         rate = tf.convert_to_tensor(rate)
         return rate * tf.cast(self._factor, rate.dtype)
@@ -447,7 +428,6 @@ class _Distributed(Controls):
         return self.growth is not None
 
     def _batches(self: Any) -> Any:
-        """Take a decision that is due; return the number of small batches (a tensor in a graph)."""
         averager = self._averager
         if averager.policy.observers.find(ByteBudget) is not None and not averager.idle:
             assert averager.exchange  # creates the exchange, which computes the byte budget
@@ -479,8 +459,7 @@ class _Distributed(Controls):
 
     # -------------------------------------------------------------------------------- loss scaling
     def _unscaled(self: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
-        """Divide gradients by the loss scale (a power of 2), so that residuals are unscaled."""
-        return self._times(grads, variables, lambda scale: 1.0 / scale)
+        return self._times(grads, variables, lambda scale: 1.0 / scale)  # a power of 2: exact
 
     def _scaled(self: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
         return self._times(grads, variables, lambda scale: scale)
@@ -494,12 +473,8 @@ class _Distributed(Controls):
 
     # ------------------------------------------------------------------ several backward passes
     def _accumulate(self: Any, grads: list[Any], variables: list[Any], batches: Any) -> None:
-        """Add gradients to sums, and take a step every `backward_passes_per_step` calls.
-
-        If batches grow, a step follows every `batches * backward_passes_per_step` calls and divides
-        the sums by `batches`.
-        """
         self._make_sums(variables)
+        # If batches grow, a step follows every `count * passes` calls and divides by `count`.
         count = batches if self._resizes and not self.growth.loader else 1
         if set(map(key_of, variables)) != self._sums.keys():
             allowed = "the same in each pass, since gradients are summed"
@@ -577,11 +552,6 @@ class _ModelAveraging(ModelControls, _Distributed):
     _averager: TensorFlowModelAverager
 
     def register_local_var(self, var: Any) -> None:
-        """Do not average this variable; call it before the first step.
-
-        Raises:
-            RuntimeError: after the first step.
-        """
         self._averager.leave_alone(var)
 
     @property
@@ -596,7 +566,6 @@ class _ModelAveraging(ModelControls, _Distributed):
 
 
 def _optimizer_state(optimizer: Any) -> list[Any]:
-    """Return the floating-point state of the wrapped optimizer, without its learning rate."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     own = {key_of(v) for v in (inner._iterations, inner._learning_rate) if hasattr(v, "dtype")}
     return [v for v in inner.variables if key_of(v) not in own and _floating(v)]
@@ -607,14 +576,13 @@ def _floating(variable: Any) -> bool:
 
 
 def _statistics(model: Any) -> list[Any]:
-    """Return a model's floating-point variables that are never trained, without frozen weights."""
+    # Weights that are frozen at present are no statistics.
     layers = model._flatten_layers()
     trained = {key_of(v) for layer in layers for v in layer._trainable_variables}
     return [v for v in model.non_trainable_variables if key_of(v) not in trained and _floating(v)]
 
 
 def _exchanged(optimizer: Any) -> list[Any]:
-    """Return the variables whose gradients a distributed optimizer averages."""
     known = optimizer._trainable_variables if optimizer is not None and optimizer.built else []
     return [variable for variable in known if not _overwritten(variable)]
 

@@ -96,7 +96,6 @@ class _Ruled(_Distributed):
             self._averager.group_of = lambda v: "" if inner._use_weight_decay(v) else UNDECAYED
 
     def get_config(self: Any) -> dict[str, Any]:
-        """Return the configuration for `from_config` of the optimizer's class."""
         passes = self._settings.passes
         own = {"gradient_accumulation_steps": passes if passes > 1 else None}
         plain = Directions.get_config(getattr(self, "inner_optimizer", self))
@@ -111,7 +110,6 @@ class _Ruled(_Distributed):
         super()._step(grads, variables, batches)
 
     def save_own_variables(self: Any, store: Any) -> None:
-        """Save the variables of Keras and this rank's moments, residuals and stage."""
         super().save_own_variables(store)  # type: ignore[misc]
         if not self.built or not self.exchange.steps:
             return
@@ -121,19 +119,14 @@ class _Ruled(_Distributed):
         store[MARK] = np.frombuffer(json.dumps(saved).encode(), np.uint8)
 
     def load_own_variables(self: Any, store: Any) -> None:
-        """Restore a state that `save_own_variables` has saved.
-
-        Raises:
-            ValueError: if the state does not fit; nothing has changed then.
-        """
         plain = {key: store[key] for key in store.keys() if not key.startswith(MARK)}  # noqa: SIM118
+        # Checked before Keras changes anything.
         adopt = self._adopting(store) if MARK in store.keys() else None  # noqa: SIM118
         super().load_own_variables(plain)  # type: ignore[misc]
         if adopt is not None:
             adopt()
 
     def _adopting(self: Any, store: Any) -> checkpoint.Restore:
-        """Check the state of the exchange; return the function that continues from it."""
         saved = checkpoint_files.parsed(np.asarray(store[MARK]).tobytes(), "the optimizer's state")
         names = [key for key in store.keys() if key.startswith(MARK) and key != MARK]  # noqa: SIM118
         saved["tensors"] = {
@@ -210,12 +203,12 @@ class CompressedOptimizer(_Ruled, Directions):
     _rule: ClassVar[type[UpdateRule]]
 
     def __init_subclass__(cls, rule: type[UpdateRule] | None = None, **options: Any) -> None:
-        """Give a class its rule; let `inspect.signature` read other subclasses' constructors."""
         super().__init_subclass__(**options)
         if rule is not None:
             give(cls, rule, cls._parse_arguments)
             keras.saving.register_keras_serializable("accordion_hvd")(cls)
         elif "__init__" in vars(cls):
+            # So that `inspect.signature` reads this constructor, not the base class's signature.
             cls.__signature__ = None  # type: ignore[attr-defined]
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
@@ -258,7 +251,6 @@ class CompressedOptimizer(_Ruled, Directions):
         guard_every: int | None = None,
         **options: Any,
     ) -> tuple[Settings, dict[str, Any], UpdateRule]:
-        """Return the settings of the wrapper, the arguments of `Directions`, and the rule."""
         fields = dataclasses.fields(cls._rule)  # type: ignore[arg-type]
         known = {field.name for field in fields}
         own = {key: options.pop(key) for key in list(options) if key in _FROM_KERAS | known}
@@ -288,7 +280,6 @@ _FROM_KERAS = {"beta_1", "beta_2", "epsilon"}
 
 
 def _from_keras(arguments: dict[str, Any], default: Any) -> dict[str, Any]:
-    """Return arguments of a rule, with Keras' names translated to those of the rule."""
     translated = {key: value for key, value in arguments.items() if key not in _FROM_KERAS}
     if arguments.get("beta_1") is not None or arguments.get("beta_2") is not None:
         betas = [arguments.get(key) for key in ("beta_1", "beta_2")]

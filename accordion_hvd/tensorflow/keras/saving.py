@@ -48,7 +48,6 @@ def load_model(
 
 
 def _usable(optimizer: Any, filepath: Any) -> Any:
-    """Return the optimizer, or a new one with its settings if it was built without variables."""
     if not optimizer.built or optimizer._trainable_variables:
         return optimizer
     warnings.warn(
