@@ -3,17 +3,23 @@
 In the repository, a page of docs links to `../CONTRIBUTING.md` and to source files, and a top-level
 document links to `docs/guide.md`. The site has the pages of docs and the top-level documents side
 by side, llms.txt, which lists them for programs, and no source files. A link to a source file leads
-to the repository if mkdocs.yml has a `repo_url`; otherwise only its text remains.
+to the repository if mkdocs.yml has a `repo_url`; otherwise only its text remains. The table of
+compressors in docs/methods.md is made from the package.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from accordion_hvd import compressors  # noqa: E402
 
 DOCUMENTS = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")  # pages of the site
 INSTEAD = {"README.md": "index.md"}
@@ -56,7 +62,18 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return f"[{link['text']}]({config.repo_url.rstrip('/')}/blob/HEAD/{path})"
         return link["text"] if "`" in link["text"] else f"{link['text']} (`{path}`)"
 
-    return _LINK.sub(changed, markdown)
+    return _LINK.sub(changed, markdown.replace("<!-- the table of compressors -->", methods()))
+
+
+def methods() -> str:
+    """Return a table with a row for each compressor, of its docstring and its `summary`."""
+    rows = ["| compressor | what it does | bytes per step | when to use it |", "|---|---|---|---|"]
+    for name in sorted(compressors.__all__, key=str.lower):
+        kind = getattr(compressors, name)
+        usual, sent, use = kind.summary
+        link = f"[`{usual}`](api/compressors.md#accordion_hvd.compressors.{name})"
+        rows.append(f"| {link} | {kind.__doc__.partition(chr(10))[0]} | {sent} | {use} |")
+    return "\n".join(rows)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:

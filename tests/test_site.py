@@ -18,10 +18,11 @@ import pytest
 import yaml
 
 import accordion_hvd
-from accordion_hvd import optimizers
+from accordion_hvd import compressors, optimizers
 
 ROOT = Path(__file__).resolve().parent.parent
 WITH_ALL = ("ddp", "fsdp", "graph", "optimizers", "privacy", "simulation", "torch.torchft")
+CATALOGS = ("averaging", "compressors", "optimizers", "policies")
 WITH_OURS = ("torch", "tensorflow", "tensorflow.keras")  # names besides those of Horovod
 
 
@@ -57,8 +58,14 @@ def public() -> dict[str, set[str]]:
 
 
 def entries(folder: Path = ROOT / "docs" / "api") -> set[str]:
+    """Return the paths of all entries; that of a catalog shows all of its `__all__`."""
     pages = [page.read_text() for page in folder.glob("*.md")]
-    return {path for page in pages for path in re.findall(r"^::: (\S+)", page, re.MULTILINE)}
+    paths = {path for page in pages for path in re.findall(r"^::: (\S+)", page, re.MULTILINE)}
+    for catalog in CATALOGS:
+        if f"accordion_hvd.{catalog}" in paths:
+            home = "accordion_hvd" + ".optimizers" * (catalog == "optimizers")
+            paths |= {f"{home}.{name}" for name in literal(catalog, "__all__")}
+    return paths
 
 
 def missing(documented: set[str]) -> list[str]:
@@ -128,6 +135,13 @@ def test_links_and_anchors_of_the_site_exist(site: Path) -> None:
             assert target.exists(), (page, address)
             if anchor and target in anchors:
                 assert anchor in anchors[target] | {"__skip"}, (page, address)
+
+
+@pytest.mark.nightly
+def test_the_table_of_compressors_has_all(site: Path) -> None:
+    text = (site / "methods.html").read_text()
+    missing = [x for x in compressors.__all__ if f"#accordion_hvd.compressors.{x}" not in text]
+    assert missing == []
 
 
 @pytest.mark.nightly

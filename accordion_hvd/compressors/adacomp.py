@@ -45,6 +45,7 @@ class AdaComp(SparseCodec):
     graph calls Python, and on a GPU the selected indices are copied to the CPU.
     """
 
+    summary = "AdaComp()", "0.1 n m (convolutions) or 0.02 n m, by allgather", "few ranks; no ratio"
     uneven: ClassVar[bool] = True
 
     bin: int | None = None

@@ -55,6 +55,7 @@ class Dense(AllElements):
     Traffic: an allreduce of the gradient.
     """
 
+    summary = "Dense()", "4 n m", "as a level of Accordion"
     summed: ClassVar[bool] = True
     unbiased: ClassVar[bool] = True
 
@@ -72,6 +73,7 @@ class FP16(AllElements):
     the same step. Values below 3e-8 become 0. Use `BF16` if either happens.
     """
 
+    summary = "FP16()", "2 n m", "as the first step"
     fp16_reduction: ClassVar[bool] = True
     wire: ClassVar[str | None] = "float16"
 
@@ -84,4 +86,5 @@ class BF16(AllElements):
     errors are lost.
     """
 
+    summary = "BF16()", "2 n m", "gradients that overflow or vanish in fp16"
     wire: ClassVar[str | None] = "bfloat16"

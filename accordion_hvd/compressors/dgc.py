@@ -55,6 +55,7 @@ class DGC(Sparsifier):
     gradients get no momentum.
     """
 
+    summary = "DGC(0.001)", "0.006 n m, by allgather", "plain SGD without momentum"
     output = "update"
     per_rank_state: ClassVar[tuple[str, ...]] = ("error", "momentum")
 

@@ -30,6 +30,7 @@ class Diana(Shifted):
     size.
     """
 
+    summary = "Diana(QSGD(4))", "as the codec", "large batches, long trainings"
     alpha: float = 0.5
 
     def __post_init__(self) -> None:

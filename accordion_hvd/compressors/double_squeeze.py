@@ -48,6 +48,7 @@ class DoubleSqueeze(Wrapper):
     gradient's size and one of a part's size, each only if the codec of that pass is biased.
     """
 
+    summary = "DoubleSqueeze(QSGD(4))", "as the codec by allreduce", "more than two ranks"
     mean: Codec | None = None
 
     def __post_init__(self) -> None:

@@ -31,4 +31,5 @@ class EF21(Shifted):
     with the full gradients). There is no residual to hand over when a policy changes levels.
     """
 
+    summary = "EF21(TopK(0.01))", "as the codec", "large batches, long trainings"
     ahead: ClassVar[bool] = True

@@ -83,6 +83,7 @@ class LGC(Sparsifier):
     sum of squared values that decoding lost in the last step of training.
     """
 
+    summary = "LGC(0.001)", "0.005 n m", "large models, long trainings"
     scope = "joint"
 
     ratio: float = 0.001

@@ -33,6 +33,7 @@ class Momentum(CompressorWrapper):
     Traffic: as for the inner compressor.
     """
 
+    summary = "Momentum(Natural())", "as the inner compressor", "comparisons, with plain SGD"
     output = "update"
 
     compressor: Compressor

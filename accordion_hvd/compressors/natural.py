@@ -28,6 +28,7 @@ class Natural(Codec):
     up to 7 ranks it is less than for fp32.
     """
 
+    summary = "Natural()", "1.1 n m, by allgather", "few ranks"
     batching = "any"
     feedback: ClassVar[bool] = False
     unbiased: ClassVar[bool] = True

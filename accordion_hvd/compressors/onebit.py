@@ -31,6 +31,7 @@ class OneBit(Codec):
     ranks.
     """
 
+    summary = "OneBit()", "n m / 8 + 8 m, by allgather", "few ranks"
     batching = "alike"
     contractive: ClassVar[bool] = True
     codes: ClassVar[tuple[int, ...]] = (1,)

@@ -76,6 +76,7 @@ class PowerSGD(Compressor):
     `alternate`, one of them per step. With fp16, also one fp32 number.
     """
 
+    summary = "PowerSGD(4)", "16 (n + m)", "large matrices; `alternate=True` where rounds take long"
     batching = "alike"
     contractive: ClassVar[bool] = True
     detects_nonfinite: ClassVar[bool] = True

@@ -39,6 +39,7 @@ class QSGD(Codec):
     share a call share buckets.
     """
 
+    summary = "QSGD(4)", "0.51 n m, by allgather", "few ranks"
     batching = "any"
     feedback: ClassVar[bool] = False
     unbiased: ClassVar[bool] = True

@@ -32,6 +32,7 @@ class RandomK(Ratio, Codec):
     Traffic: an allreduce of 4 k bytes, which does not grow with the number of ranks.
     """
 
+    summary = "RandomK(0.01)", "0.04 n m", "many ranks, small learning rates"
     batching = "alike"
     summed: ClassVar[bool] = True
     contractive: ClassVar[bool] = True

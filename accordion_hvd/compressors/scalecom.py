@@ -56,6 +56,7 @@ class ScaleCom(Sparsifier):
     as in the paper.
     """
 
+    summary = "ScaleCom(0.01)", "0.05 n m", "many ranks, large batches (`beta=0.1`)"
     batching = "alike"
 
     beta: float = 1.0

@@ -45,6 +45,7 @@ class SignSGD(Compressor):
     bytes, so traffic does not grow with the number of ranks.
     """
 
+    summary = "SignSGD()", "n m / 8", "plain SGD, with learning rates as for Adam"
     output = "update"
     per_rank_state: ClassVar[tuple[str, ...]] = ("momentum",)
     batching = "alike"
@@ -128,6 +129,7 @@ class EFSignSGD(Codec):
     than 64 ranks it is less than for fp32.
     """
 
+    summary = "EFSignSGD()", "n m / 8, by allgather", "few ranks"
     batching = "alike"
     contractive: ClassVar[bool] = True
     codes: ClassVar[tuple[int, ...]] = (1,)

@@ -47,6 +47,7 @@ class SketchedSGD(Sparsifier):
     defaults, 1/18 of the gradient.
     """
 
+    summary = "SketchedSGD()", "0.22 n m", "plain SGD without momentum"
     output = "update"
     per_rank_state: ClassVar[tuple[str, ...]] = ("error", "momentum")
     scope = "flat"

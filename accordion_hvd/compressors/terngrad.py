@@ -45,6 +45,7 @@ class TernGrad(Compressor):
     hardly grows with the number of ranks.
     """
 
+    summary = "TernGrad()", "0.3 n m on 2 ranks, 1.2 n m on 64", "many ranks"
     batching = "alike"
 
     clip: float | None = 2.5

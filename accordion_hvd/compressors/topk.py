@@ -40,6 +40,7 @@ class TopK(Ratio, SparseCodec):
     (`ops.indices`); in a chunk 1.5, or 1 if `chunk` is at most 256.
     """
 
+    summary = "TopK(0.01)", "0.052 n m, by allgather", "few ranks; `chunk=4096` on GPUs"
     contractive: ClassVar[bool] = True
 
     wire: str = "float32"

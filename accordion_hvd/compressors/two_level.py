@@ -54,6 +54,7 @@ class TwoLevel(CompressorWrapper):
     16-bit gradients are added, and passed to the inner compressor, in fp32.
     """
 
+    summary = "TwoLevel(TopK(0.01))", "4 n m within a host; inner between", "several ranks per host"
     compressor: Compressor = PowerSGD()
     topology_aware: ClassVar[bool] = True
     sharded: ClassVar[bool] = True

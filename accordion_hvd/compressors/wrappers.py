@@ -69,6 +69,7 @@ class ErrorFeedback(Wrapper):
     contractive, and its residual may grow without bound.
     """
 
+    summary = "ErrorFeedback(Natural())", "as the codec", "comparisons"
     per_rank_state: ClassVar[tuple[str, ...]] = ("error",)
     contractive = property(attrgetter("codec.contractive"))  # type: ignore[assignment]
 
@@ -97,6 +98,7 @@ class Gathered(Wrapper):
     averaged, such as `RandomK`.
     """
 
+    summary = "Gathered(TopK(0.1))", "as the codec", "comparisons"
     batching = property(attrgetter("codec.batching"))  # type: ignore[assignment]
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:

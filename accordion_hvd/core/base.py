@@ -221,6 +221,8 @@ class Compressor(NotForStockHorovod):
     of every dtype.
 
     Attributes:
+        summary: its row in docs/methods.md, whose second cell is the docstring's first sentence: a
+            usual setting, the bytes of a message for an fp32 matrix of n by m, when to use it.
         output: "gradient", "update" for algorithms that return a finished update (an inner
             optimizer with momentum is then refused), or "model" for `Averaging`.
         scope: the tensors of one call of `exchange`: "tensor" (one tensor in its own shape),
@@ -247,6 +249,7 @@ class Compressor(NotForStockHorovod):
             the next gradient.
     """
 
+    summary: ClassVar[tuple[str, str, str]]
     output: ClassVar[Output] = "gradient"
     scope: ClassVar[Scope] = "tensor"
     batching: ClassVar[Batching] = ""

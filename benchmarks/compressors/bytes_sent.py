@@ -1,4 +1,4 @@
-"""Bytes that a rank sends and receives, by formula and as counted in simulation.
+"""Bytes that a rank sends and receives, as counted in simulation.
 
 `scripts/bytes_sent.py` writes docs/compressors.md.
 """
@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from accordion_hvd import simulate
-from accordion_hvd.ops import indices
+from accordion_hvd import Compressor, simulate
 from accordion_hvd.simulation import Link, simulate_job
 from benchmarks.compressors import many_ranks
-from benchmarks.compressors.catalog import CATALOG, CatalogRow, missing
+from benchmarks.compressors.catalog import CATALOG, first_usual_step
 from benchmarks.report import render, write_page
 from examples.command_line import read_options
 from examples.tables import as_markdown
@@ -32,16 +31,16 @@ MANY = 1024
 
 
 @functools.cache
-def counted(row: CatalogRow, ranks: int) -> tuple[float, float]:
+def counted(compressor: Compressor, ranks: int) -> tuple[float, float]:
     """Return the bytes that `stats()` counts in a step, sent and received: means over ranks.
 
     If phases repeat, they are means over a period, too.
     """
-    period = row.compressor.period or 1
-    world = simulate(row.compressor, ranks, local_size=row.local)
+    period = compressor.period or 1
+    world = simulate(compressor, ranks, local_size=1 + compressor.topology_aware)
     draw = np.random.default_rng(0)
     totals = [(0.0, 0.0)]
-    for _ in range(row.after + period):
+    for _ in range(first_usual_step(compressor) + period):
         world.step([{"w": draw.standard_normal(SHAPE, np.float32)} for _ in range(ranks)], lr=0.1)
         stats = [exchange.stats() for exchange in world.exchanges]
         totals.append((_mean(stats, "sent"), _mean(stats, "received")))
@@ -49,16 +48,18 @@ def counted(row: CatalogRow, ranks: int) -> tuple[float, float]:
     return (sent - sent_before) / period, (received - received_before) / period
 
 
-def recorded(row: CatalogRow) -> float:
+def recorded(compressor: Compressor) -> float:
     """Return the bytes that one of `MANY` ranks sends, or about, if they depend on the values."""
-    if not row.moved:
-        return counted(row, RANKS[-1])[0] * (MANY - 1) / (RANKS[-1] - 1)
-    period, link = row.compressor.period or 1, Link(local_size=row.local)
+    if getattr(compressor, "uneven", False):
+        return counted(compressor, RANKS[-1])[0] * (MANY - 1) / (RANKS[-1] - 1)
+    link = Link(local_size=1 + compressor.topology_aware)
+    start = first_usual_step(compressor)
+    period = compressor.period or 1
     before, after = (
-        steps * simulate_job({"w": SHAPE}, row.compressor, MANY, steps, link=link).sent_by_rank
+        steps * simulate_job({"w": SHAPE}, compressor, MANY, steps, link=link).sent_by_rank
         if steps
         else 0.0
-        for steps in (row.after, row.after + period)
+        for steps in (start, start + period)
     )
     return (after - before) / period
 
@@ -67,35 +68,17 @@ def _mean(stats: Sequence[dict[str, Any]], key: str) -> float:
     return sum(entry[key] for entry in stats) / len(stats)
 
 
-def by_formula(row: CatalogRow, ranks: int) -> float:
-    """Return the bytes that a rank sends in a step, according to `CatalogRow.moved`."""
-    outer, (a, b) = row.compressor, SHAPE
-    compressor = getattr(outer, "codec", outer)
-    names: dict[str, Any] = {
-        f.name: getattr(compressor, f.name)
-        for f in fields(compressor)  # type: ignore[arg-type]
-    }
-    names |= {"n": ranks, "d": a * b, "a": a, "b": b, "packed": indices.packed_length}
-    names |= {"L": row.local, "m": ranks // row.local}
-    if hasattr(compressor, "kept"):
-        names["k"] = compressor.kept(a * b)
-    return float(eval(row.moved, {"__builtins__": {}}, names))
-
-
-def table() -> pd.DataFrame:
+def table(chosen: Sequence[Compressor] = CATALOG) -> pd.DataFrame:
     """Return a table with a row for each compressor."""
-    rows = []
-    for row in CATALOG:
-        formula = f"`{row.moved}`" if row.moved else "depends on the values"
-        cells = [_cell(*counted(row, ranks)) for ranks in RANKS]
-        cells.append(f"{recorded(row) / 1e3:.1f}")
-        rows.append([f"`{row.compressor!r}`", formula, *cells])
-    head = [
-        "compressor",
-        "bytes sent by each of n ranks",
-        *(f"n = {ranks}" for ranks in (*RANKS, MANY)),
+    rows = [
+        [
+            f"`{compressor!r}`",
+            *(_cell(*counted(compressor, ranks)) for ranks in RANKS),
+            f"{recorded(compressor) / 1e3:.1f}",
+        ]
+        for compressor in chosen
     ]
-    return pd.DataFrame(rows, columns=head)
+    return pd.DataFrame(rows, columns=["compressor", *(f"n = {n}" for n in (*RANKS, MANY))])
 
 
 def _cell(sent: float, received: float) -> str:
@@ -105,11 +88,12 @@ def _cell(sent: float, received: float) -> str:
     return f"{sent / 1e3:.1f} / {received / 1e3:.1f}"
 
 
-def page() -> str:
+def page(chosen: Sequence[Compressor] = CATALOG) -> str:
     """Return the text of docs/compressors.md."""
     rows, columns = SHAPE
     size = f"{4e-3 * rows * columns:.0f}"
-    text = render("compressors", rows=rows, columns=columns, size=size, table=as_markdown(table()))
+    cells = as_markdown(table(chosen), left=(0,))
+    text = render("compressors", rows=rows, columns=columns, size=size, table=cells)
     return f"{text}\n\n{many_ranks.section()}"
 
 
@@ -130,8 +114,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     many_ranks.write()
     write_page(path, page())
     print(f"page: {path}")
-    if names := missing():
-        print(f"no row yet: {', '.join(names)}")
 
 
 if __name__ == "__main__":

@@ -317,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table and write the page if requested."""
     options: Options = read_options(Options, arguments, owner=OWNER)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    chosen = [parse(word) for word in options.only] or [row.compressor for row in CATALOG]
+    chosen = [parse(word) for word in options.only] or CATALOG
     installed = [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name)]
     found: dict[str, dict[str, Cost]] = {}
     for framework in options.frameworks or installed:

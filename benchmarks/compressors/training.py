@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from accordion_hvd import check, simulate
+from accordion_hvd import check, compressors, simulate
 from accordion_hvd.policies import Policy
 from accordion_hvd.resolve import as_policy, parse
 from benchmarks import report
@@ -114,7 +114,7 @@ class Method:
 
 PLAIN = Method("Dense()")
 
-METHODS = (
+SETTINGS = (
     PLAIN,
     Method("FP16()"),
     Method("BF16()"),
@@ -155,7 +155,14 @@ METHODS = (
     Method("Accordion(PowerSGD(4), PowerSGD(1), window=$epoch, interval=2)"),
     Method("AdaQS([PowerSGD(1), PowerSGD(2), PowerSGD(4)], window=$epoch)"),
 )
-"""Compressors of `CATALOG`, some with settings for short trainings, and policies."""
+"""Compressors, some with settings for short trainings, and policies."""
+
+METHODS = SETTINGS + tuple(
+    Method(getattr(compressors, name).summary[0])
+    for name in compressors.__all__
+    if not any(f"{name}(" in method.word for method in SETTINGS)
+)
+"""All compressors, those without `SETTINGS` in the usual one, and policies."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tests of docs/compressors.md: its formulas agree with the bytes that are counted."""
+"""Tests of docs/compressors.md: its rows are the bytes that are counted."""
 
 from __future__ import annotations
 
@@ -7,54 +7,33 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from accordion_hvd import compressors
+from accordion_hvd import TopAgg, compressors
 from accordion_hvd.compressors import QSGD, DoubleSqueeze
-from benchmarks.compressors import bytes_sent, many_ranks
-from benchmarks.compressors.catalog import CATALOG, CatalogRow
+from benchmarks.compressors import bytes_sent, catalog, many_ranks
+from benchmarks.compressors.catalog import CATALOG
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "compressors.md"
 
 
-RANKS = [pytest.param(n, marks=[pytest.mark.nightly] if n > 16 else []) for n in bytes_sent.RANKS]
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("row", CATALOG, ids=lambda row: repr(row.compressor))
-def test_formulas_are_what_is_counted(row: CatalogRow, ranks: int) -> None:
-    sent, received = bytes_sent.counted(row, ranks)
-    assert sent == pytest.approx(received, rel=0.01) or not row.moved
-    if row.moved:
-        flag = 2 * (ranks - 1) / ranks * 8  # of an allreduce; formulas exclude it
-        assert bytes_sent.by_formula(row, ranks) == pytest.approx(sent, rel=0.01, abs=flag)
-
-
-@pytest.mark.parametrize("row", CATALOG, ids=lambda row: repr(row.compressor))
-def test_formulas_hold_on_a_thousand_ranks(row: CatalogRow) -> None:
-    """Parts of 200 elements have some padding."""
-    if row.moved:
-        found = bytes_sent.recorded(row)
-        assert bytes_sent.by_formula(row, bytes_sent.MANY) == pytest.approx(found, rel=0.05, abs=16)
-
-
-def test_a_wrong_formula_is_noticed() -> None:
-    wrong = CatalogRow(CATALOG[0].compressor, "(n-1)/n * 4*d")
-    with pytest.raises(AssertionError):
-        test_formulas_are_what_is_counted(wrong, 4)
-
-
-@pytest.mark.nightly
-def test_compressors_without_a_row_are_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_compressor_without_a_setting_is_measured_in_its_usual_one(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compressors, "__all__", [*compressors.__all__, "Newest"])
-    bytes_sent.main(["--output", str(tmp_path / "page.md")])
-    assert "no row yet: Newest" in capsys.readouterr().out
+    assert {type(compressor) for compressor in CATALOG} == {
+        TopAgg, *(getattr(compressors, name) for name in compressors.__all__)
+    }  # fmt: skip
+    monkeypatch.setattr(catalog, "SETTINGS", "Dense()")
+    assert {*compressors.__all__} == {type(compressor).__name__ for compressor in catalog.usual()}
 
 
 @pytest.mark.nightly
 def test_the_page_is_up_to_date() -> None:
-    """The page is up to date; if this fails, run `python scripts/bytes_sent.py`."""
-    assert PAGE.read_text() == bytes_sent.page() + "\n"
+    """The rows of the page are right; if not, run `python scripts/bytes_sent.py`.
+
+    The page may lack rows of new compressors.
+    """
+    text = PAGE.read_text()
+    chosen = [compressor for compressor in CATALOG if f"| `{compressor!r}` |" in text]
+    assert text == bytes_sent.page(chosen) + "\n" and len(chosen) > 30
 
 
 def test_the_table_of_many_ranks_is_up_to_date() -> None:

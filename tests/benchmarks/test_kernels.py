@@ -21,8 +21,8 @@ from benchmarks.compressors.catalog import CATALOG
 @pytest.mark.parametrize("framework", parameters((NUMPY, TORCH, TENSORFLOW)))
 def test_all_compressors_can_be_measured(framework: Framework) -> None:
     bench = kernels.make_bench(framework.backend, 64, 2)
-    for row in CATALOG:
-        cost = bench.measure(row.compressor)
+    for compressor in CATALOG:
+        cost = bench.measure(compressor)
         assert cost.encode >= 0 and cost.decode > 0
     assert bench.measure(TopK(0.1)).state == 1
     assert bench.measure(PowerSGD(16)).state == 1.5
