@@ -7,6 +7,7 @@ a script in `tests/ranks` and one row in SUITES.
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import pytest
@@ -59,9 +60,20 @@ OF_HOROVOD = (
 
 WITHOUT_HOROVOD = tuple(x for x in checks_of("torch_checks.py") if x not in OF_HOROVOD)
 
+
+def carriers() -> list[Place]:
+    """Return a place for each further engine that carries the tensors of Horovod's ranks."""
+    if find_spec("torch") is None:
+        return []
+    from accordion_hvd.torch.engines import ENGINES
+
+    names = [name for name, engine in ENGINES.items() if engine.join and name != "torch"]
+    return [Place(f"carried-{name}", 2) for name in names]
+
+
 SUITES: dict[str, list[Place]] = {
     "core_checks.py": [
-        GLOO, MPI, Place("torchrun", 2), Place("torchrun", 4), Place("carried", 2),
+        GLOO, MPI, Place("torchrun", 2), Place("torchrun", 4), Place("carried", 2), *carriers(),
         Place("gloo", 3, IN_PARTS), nightly("mpirun", 5, IN_PARTS),
     ],
     "torch_checks.py": [

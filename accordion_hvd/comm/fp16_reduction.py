@@ -28,6 +28,11 @@ ENOUGH, SECONDS = 3, 0.25
 """Number of trials, and their duration, after which a link counts as slow without further ones."""
 
 
+def slow(engine: str) -> float:
+    """Return the number in `SLOW`; an engine without one counts as torch.distributed."""
+    return SLOW.get(engine, SLOW["torch"])
+
+
 def choose_reduction(communicator: Communicator, needed: bool, device: Any = None) -> None:
     """Set `communicator.native_fp16_allreduce` by the speed of the link; collective.
 
@@ -45,7 +50,7 @@ def choose_reduction(communicator: Communicator, needed: bool, device: Any = Non
     xp = communicator.xp
     tensor = xp.zeros((PROBE,), "float32", device)
     fastest = communicator.run("accordion.fp16_reduction", _fastest(tensor, communicator))
-    communicator.native_fp16_allreduce = fastest < SLOW[communicator.engine]
+    communicator.native_fp16_allreduce = fastest < slow(communicator.engine)
 
 
 def choose_by(bandwidth: float, communicator: Communicator, device: Any = None) -> Any:
@@ -53,7 +58,7 @@ def choose_by(bandwidth: float, communicator: Communicator, device: Any = None) 
     if communicator.native_fp16_allreduce is None and communicator.size > 1:
         own = communicator.xp.full((1,), bandwidth, "float32", device)
         highest = communicator.xp.to_numpy((yield Allreduce(own, op="max")))
-        communicator.native_fp16_allreduce = float(highest[0]) < SLOW[communicator.engine]
+        communicator.native_fp16_allreduce = float(highest[0]) < slow(communicator.engine)
 
 
 def _fastest(tensor: Any, communicator: Communicator) -> Any:
@@ -66,6 +71,6 @@ def _fastest(tensor: Any, communicator: Communicator) -> Any:
         own = xp.asarray(np.array([speed, seconds], np.float32), xp.device(tensor))
         speed, seconds = xp.to_numpy((yield Allreduce(own, op="max"))).tolist()  # all ranks agree
         fastest, elapsed = max(fastest, speed), elapsed + seconds
-        if fastest >= SLOW[communicator.engine] or (count >= ENOUGH and elapsed > SECONDS):
+        if fastest >= slow(communicator.engine) or (count >= ENOUGH and elapsed > SECONDS):
             break
     return fastest

@@ -102,10 +102,11 @@ def adasum() -> Any:
     Raises:
         ValueError: if Horovod does not coordinate the ranks.
     """
-    if coordinator() == "torch":
+    if coordinator() != "horovod":
+        engine = {"torch": "torch.distributed"}.get(coordinator(), coordinator())
         raise ValueError(
-            "op is hvd.Adasum, which torch.distributed does not have; use hvd.Average, or start "
-            "the ranks with horovodrun."
+            f"op is hvd.Adasum, which {engine} does not have; use hvd.Average, or start the ranks "
+            "with horovodrun."
         )
     return interface().DistributedOptimizer
 

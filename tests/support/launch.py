@@ -29,8 +29,11 @@ LAUNCHERS = {
     "gloo": "horovodrun",
     "mpirun": "mpirun",
     "torchrun": "torchrun",
-    "carried": "horovodrun",  # torch.distributed sends the gradients of Horovod's ranks
+    "carried": "horovodrun",
 }
+"""Launcher -> its program. In "carried", torch.distributed sends gradients of Horovod's ranks, and
+in "carried-NAME" the engine of this name."""
+
 PATIENT = {"HOROVOD_CYCLE_TIME": "5", "OMPI_MCA_mpi_yield_when_idle": "1"}
 """Horovod looks for work every 5 ms instead of 1, and ranks that wait for MPI leave the core.
 
@@ -209,7 +212,8 @@ def start(
         else:
             command = command_for(launcher, ranks, [sys.executable, *program])
         report = Report(command, ranks)
-        more = {"ACCORDION_HVD_ENGINE": "torch"} if launcher == "carried" else {}
+        carrier = launcher.partition("-")[2] or "torch"
+        more = {"ACCORDION_HVD_ENGINE": carrier} if launcher.startswith("carried") else {}
         if forked:
             more |= PATIENT
         _run(report, folder, limit, {"CHECK_LIMIT": str(check_limit)} | more)
@@ -375,8 +379,8 @@ def command_for(launcher: str, ranks: int, program: Sequence[str]) -> list[str]:
     """Return the command that starts `ranks` processes of a program on this host."""
     path = _find(launcher)
     if path is None:
-        raise FileNotFoundError(f"{LAUNCHERS[launcher]} is neither in {BIN} nor on PATH")
-    if launcher in ("gloo", "carried"):
+        raise FileNotFoundError(f"{LAUNCHERS[_kind(launcher)]} is neither in {BIN} nor on PATH")
+    if _kind(launcher) in ("gloo", "carried"):
         return [*_HOROVODRUN, "-np", str(ranks), *program]
     if launcher == "torchrun":
         return [
@@ -403,8 +407,13 @@ def command_for(launcher: str, ranks: int, program: Sequence[str]) -> list[str]:
     ]
 
 
+def _kind(launcher: str) -> str:
+    return launcher.partition("-")[0]
+
+
 def _find(launcher: str) -> str | None:
-    return shutil.which(LAUNCHERS[launcher], path=f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}")
+    program = LAUNCHERS[_kind(launcher)]
+    return shutil.which(program, path=f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}")
 
 
 def _read(report: Report, folder: Path) -> None:

@@ -80,7 +80,7 @@ def rehearse(model: Model, configuration: str, cluster: Cluster, engine: str) ->
     Raises:
         ValueError: if the configuration is no compressor, or does not support the model.
     """
-    slow = cluster.bandwidth < fp16_reduction.SLOW[engine]  # as the engine decides in a job
+    slow = cluster.bandwidth < fp16_reduction.slow(engine)  # as the engine decides in a job
 
     def on(ranks: int) -> list[Program]:
         return Rehearsal(
