@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from string import Template
 from typing import TypeAlias
+
+import pandas as pd
 
 from examples.results import Row
 
@@ -48,8 +50,29 @@ def write_page(path: Path, text: str) -> None:
     path.write_text(f"{text}\n\n{mark}{notes}" if mark else f"{text}\n")
 
 
+SECTION = "section"
+"""Column of a CSV with the heading of a row's table, and where it has two, "A / B"."""
+
+
+def write_tables(path: Path, tables: Mapping[str, pd.DataFrame]) -> None:
+    """Write tables with the same columns as one CSV, by the headings that they would have."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parts = [table.assign(**{SECTION: title}) for title, table in tables.items()]
+    rows = pd.concat(parts).set_index(SECTION)
+    rows.to_csv(path)
+
+
 def read_tables(page: Path) -> dict[tuple[str, ...], Table]:
-    """Return the rows of a page's tables, by the headings above them from the first level on."""
+    """Return the rows of the tables of a page or a CSV, by the headings above them.
+
+    The headings are those from the first level on, which a CSV does not have.
+    """
+    if page.suffix == ".csv":
+        by_title = pd.read_csv(page, dtype=str).fillna("").groupby(SECTION, sort=False)
+        return {
+            ("", *str(title).split(" / ")): rows.drop(columns=SECTION).to_dict("records")
+            for title, rows in by_title
+        }
     found: dict[tuple[str, ...], Table] = {}
     path: tuple[str, ...] = ()
     head: list[str] = []

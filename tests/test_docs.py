@@ -79,7 +79,8 @@ def numbers(text: str) -> set[str]:
 
 @pytest.mark.parametrize("page, start", [("index", "Four hosts"), ("comparison", "- **Measured")])
 def test_figures_of_step_times_are_measured(page: str, start: str) -> None:
-    text = "".join((ROOT / f"docs/{name}.md").read_text() for name in ("performance", "accuracy"))
+    files = [*ROOT.glob("docs/data/performance_*.csv"), ROOT / "docs/performance.md"]
+    text = "".join(file.read_text() for file in (*files, ROOT / "docs/accuracy.md"))
     known = set(re.findall(r"\d+(?:\.\d+)?", text))
     page_text = (ROOT / f"docs/{page}.md").read_text()
     paragraph = rf"^{re.escape(start)}.*?(?=\n\n|\n- |\n#)"
@@ -94,9 +95,9 @@ FIGURE = re.compile(r"(?<![\w.,:])\d+(?:,\d{3})*(?:\.\d+)?(?!\w|[.:]\d)")
 WITH_SOURCES = ("README.md", "docs/choosing.md")
 with open(ROOT / "tests/figures.csv", newline="") as file:
     FIGURES = list(csv.DictReader(file))
-"""The figures of both pages in their order, each with its source: a page in `docs`, and there the
-headings, the first cells and the column of a table, or a sentence (`text`). `A / B` in place of a
-row is the quotient of two cells, rounded to `digits` decimals. Settings have no source."""
+"""The figures of both pages in their order, each with its source: a page or CSV in `docs`,
+and there the headings, the first cells and the column of a table, or a sentence (`text`). `A / B`
+in place of a row is the quotient of two cells, rounded to `digits` decimals. Settings have none."""
 
 
 @pytest.mark.parametrize("page", WITH_SOURCES)

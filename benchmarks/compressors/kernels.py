@@ -43,7 +43,7 @@ from accordion_hvd.resolve import parse
 from benchmarks.compressors.catalog import CATALOG
 from benchmarks.report import render, write_page
 from examples.command_line import read_options
-from examples.tables import as_markdown, as_text
+from examples.tables import as_text
 
 RANKS = 4
 LATE = 10**6
@@ -247,7 +247,7 @@ def _status(key: str) -> float:
 def table(found: dict[str, dict[str, Cost]]) -> pd.DataFrame:
     """Return a table, from framework -> compressor -> cost."""
     costs = {
-        (f"`{name}`", FRAMEWORKS[framework] + ", eager" * costs[name].eager): vars(costs[name])
+        (name, FRAMEWORKS[framework] + ", eager" * costs[name].eager): vars(costs[name])
         for name in next(iter(found.values()))
         for framework, costs in found.items()
     }
@@ -257,7 +257,7 @@ def table(found: dict[str, dict[str, Cost]]) -> pd.DataFrame:
     return table.rename_axis(["compressor", "framework"]).reset_index()
 
 
-def page(costs: pd.DataFrame, side: int, rounds: int) -> str:
+def page(side: int, rounds: int) -> str:
     """Return the text of docs/kernels.md."""
     return render(
         "kernels",
@@ -266,7 +266,6 @@ def page(costs: pd.DataFrame, side: int, rounds: int) -> str:
         processor=processor(),
         ranks=RANKS,
         rounds=rounds,
-        table=as_markdown(costs),
     )
 
 
@@ -292,7 +291,7 @@ class Options:
         rounds: repetitions, of which the median counts.
         frameworks: frameworks to measure; by default those that are installed.
         only: compressors, such as topk:0.01; by default all.
-        output: page to write, such as docs/kernels.md.
+        output: page to write, such as docs/kernels.md; the table is data/kernels.csv beside it.
     """
 
     side: int = 5000
@@ -327,7 +326,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     costs = table(found)
     print(as_text(costs))
     if options.output:
-        write_page(options.output, page(costs, options.side, options.rounds))
+        write_page(options.output, page(options.side, options.rounds))
+        data = options.output.parent / "data"
+        data.mkdir(exist_ok=True)
+        costs.to_csv(data / "kernels.csv", index=False)
         print(f"\npage: {options.output}")
 
 

@@ -114,7 +114,7 @@ def report(options: Report) -> None:
         name = trained[0]["settings"].get("page", "accuracy")
         write_page(options.output / f"{name}.md", accuracy.PAGES[name].text(trained[0]))
     else:
-        write_page(options.output / "performance.md", page.text(found))
+        page.write(found, options.output)
 
 
 def run(options: Run, folder: Path, tag: str) -> int:

@@ -180,8 +180,8 @@ def _numbers(cell: str) -> list[float]:
 
 
 PICTURES: dict[str, tuple[str, Callable[[Path], Panels], str]] = {
-    "performance.png": ("performance.md", performance, "ms a step"),
-    "steps.png": ("performance.md", steps, "ms a step"),
+    "performance.png": ("data/performance_steps.csv", performance, "ms a step"),
+    "steps.png": ("data/performance_steps.csv", steps, "ms a step"),
     "accuracy.png": ("accuracy.md", accuracy, "seconds to the accuracy"),
     "goodput.png": ("goodput.md", accuracy, "seconds to the accuracy"),
 }

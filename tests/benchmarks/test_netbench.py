@@ -27,7 +27,7 @@ from benchmarks.netbench.contestants import (
     SILENT,
 )
 from benchmarks.netbench.network import read_counters
-from benchmarks.report import END
+from benchmarks.report import END, read_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -154,7 +154,11 @@ def test_excesses_are_over_computing_alone() -> None:
     assert tables.excess_pairs([f"{OURS}fp16", "DDP + our hook powersgd:4,alternate"]) == [
         (f"{OURS}fp16", "DDP fp16"), ("DDP + our hook powersgd:4,alternate", "DDP powersgd:4"),
     ]  # fmt: skip
-    assert "Excess over computing alone" in page.text([found])
+    (table,) = page.excesses(found).values()
+    assert list(table["compared with"]) == ["DDP powersgd:4"]
+    assert page.overview(found)["powersgd:4"].isna().all()  # DDP itself is not measured
+    found = made("torch", (COMPUTE, "DDP", over))
+    assert page.overview(found)["powersgd:4"][0] == "0.68"
 
 
 def test_summary() -> None:
@@ -205,9 +209,11 @@ def test_report_needs_only_the_results(tmp_path: Path) -> None:
     assert not ended.value.code
     text = written.read_text()
     assert not text.startswith("old") and text.endswith(f"\n\n{END}\n\nWhat somebody noted.\n")
-    for words in ("## PyTorch", "## Keras", "### 50 Mbit/s", "averages nothing", "2 cores of x"):
+    for words in ("**PyTorch", "**Keras", "| 50 Mbit/s |", "averages nothing", "2 cores of x"):
         assert words in text
-    assert all(f"| {method} |" in text for methods in METHODS.values() for method in methods)
+    rows = read_tables(written.parent / "data" / "performance_steps.csv").values()
+    listed = {row["method"] for table in rows for row in table}
+    assert listed == {method for methods in METHODS.values() for method in methods}
     assert (tmp_path / "docs" / "performance.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -463,7 +469,7 @@ def test_bench_measures_and_reports(token: str, tmp_path: Path) -> None:
     assert found["equal"] == {COMPUTE: False, "DDP powersgd:1": True, "ours accordion": True}
     assert 0.8 * 25e6 < found["bandwidth"]["200mbit"] < 25e6
     assert 2.5e6 < found["bandwidth"][str(trace)] < 0.8 * 25e6
-    assert found["settings"]["rtt"] == "2ms" and "### 200 Mbit/s, RTT 2 ms" in page.text([found])
+    assert found["settings"]["rtt"] == "2ms" and " / 200 Mbit/s, RTT 2 ms" in page.steps(found)
     for method in ("DDP powersgd:1", "ours accordion"):
         assert 1e4 < max(methods[method]["sent"]) < 4e5 and min(methods[method]["cpu_ms"]) > 1
     assert max(methods[COMPUTE]["sent"]) < 1e3
