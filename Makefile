@@ -84,12 +84,13 @@ docs: setup ## build the documentation site: runs/site/index.html
 bench: setup ## measure against plain Horovod
 	@$(IN_VENV) $(RUN) scripts/bench.py
 
-bench-network: setup ## measure on limited links, for docs/performance.md (root; two hours)
-	@for model in vgg resnet gpt; do $(IN_VENV) $(RUN) scripts/netbench.py bench \
-		--framework torch --model $$model --output $(NETBENCH)/$$model.json || exit 1; done
-	@$(IN_VENV) $(RUN) scripts/netbench.py bench --hosts 2 --per-host 2 --model gpt \
+bench-network: setup ## measure on limited links, for docs/performance.md (root; two hours; it resumes)
+	@for model in vgg resnet gpt; do \
+		test -e $(NETBENCH)/$$model.json || $(IN_VENV) $(RUN) scripts/netbench.py bench \
+			--framework torch --model $$model --output $(NETBENCH)/$$model.json || exit 1; done
+	@test -e $(NETBENCH)/sharded.json || $(IN_VENV) $(RUN) scripts/netbench.py bench --hosts 2 --per-host 2 --model gpt \
 		--methods 'HSDP.*' --rates 200mbit --output $(NETBENCH)/sharded.json
-	@$(IN_VENV) $(RUN) scripts/netbench.py bench --framework keras --output $(NETBENCH)/keras.json
+	@test -e $(NETBENCH)/keras.json || $(IN_VENV) $(RUN) scripts/netbench.py bench --framework keras --output $(NETBENCH)/keras.json
 	@$(IN_VENV) $(RUN) scripts/netbench.py report \
 		$(addprefix $(NETBENCH)/,vgg.json resnet.json gpt.json sharded.json keras.json)
 
@@ -103,11 +104,11 @@ bench-plan: setup ## measure the predictions of accordion-hvd plan, for docs/pla
 	@$(IN_VENV) $(RUN) scripts/bench_plan.py measure
 	@$(IN_VENV) $(RUN) scripts/bench_plan.py report
 
-bench-accuracy: setup ## time to an accuracy on limited links, for docs/accuracy.md (root; an hour)
+bench-accuracy: setup ## time to an accuracy on limited links, for docs/accuracy.md (root; an hour; it resumes)
 	@$(IN_VENV) $(RUN) scripts/netbench.py accuracy --output $(NETBENCH)/accuracy.json
 	@$(IN_VENV) $(RUN) scripts/netbench.py report $(NETBENCH)/accuracy.json
 
-bench-goodput: setup ## Goodput beside its levels on limited links, for docs/goodput.md (root; two hours)
+bench-goodput: setup ## Goodput beside its levels on limited links, for docs/goodput.md (root; two hours; it resumes)
 	@$(IN_VENV) $(RUN) scripts/netbench.py accuracy --page goodput --output $(NETBENCH)/goodput.json
 	@$(IN_VENV) $(RUN) scripts/netbench.py report $(NETBENCH)/goodput.json
 
@@ -144,12 +145,12 @@ bench-transformers: setup ## Transformers with AdamW, for docs/transformers.md (
 	@$(IN_VENV) $(RUN) scripts/transformers.py
 
 faults: setup ## what ranks do when one of them fails, for docs/reliability.md (65 minutes)
-	@$(IN_VENV) $(RUN) scripts/faults.py
+	@$(IN_VENV) $(RUN) scripts/reliability.py faults
 
 storm: setup ## elastic trainings while ranks die, leave and join, for docs/reliability.md (root; two hours)
-	@$(IN_VENV) $(RUN) scripts/storm.py
-	@$(IN_VENV) $(RUN) scripts/storm.py torchft "torchft powersgd:4" --pace 0.8
-	@$(IN_VENV) $(RUN) scripts/storm.py report
+	@$(IN_VENV) $(RUN) scripts/reliability.py storm
+	@$(IN_VENV) $(RUN) scripts/reliability.py storm torchft "torchft powersgd:4" --pace 0.8
+	@$(IN_VENV) $(RUN) scripts/reliability.py report
 
 dist: setup ## build the source archive and the wheel into dist
 	@$(RUN) scripts/release.py build

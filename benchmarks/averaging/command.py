@@ -34,7 +34,7 @@ _RANK = "OMPI_COMM_WORLD_RANK"
 
 @dataclass(frozen=True)
 class Options:
-    """Measure averaging of models when ranks are late; by default, run all parts.
+    """Measure averaging of models when ranks are late; by default, run parts without results.
 
     Args:
         parts: waiting (steps per second of real ranks, two of which are late in each step), horovod
@@ -91,7 +91,8 @@ def main(given: Sequence[str] | None = None) -> None:
         _on_rank(chosen)
         return
     arguments = list(given) if given is not None else sys.argv[1:]
-    for part in chosen.parts or PARTS:
+    measured = [part for part in MEASURED if part != "accuracy" and _file(chosen, part).is_file()]
+    for part in chosen.parts or [part for part in PARTS if part not in measured]:
         if part == "scale":
             _scale(chosen)
         elif part == "report":
@@ -118,7 +119,7 @@ def _launch(part: str, ranks: int, arguments: Sequence[str]) -> None:
 
 def _on_rank(chosen: Options) -> None:
     (part,) = chosen.parts
-    path = chosen.output / f"{part}.json"
+    path = _file(chosen, part)
     if part == "accuracy":
         from benchmarks.averaging import averaged
 
@@ -133,6 +134,10 @@ def _on_rank(chosen: Options) -> None:
         _with_horovod()
     measure = waiting.idle if part == "idle" else waiting.measure
     _save(path, chosen, measure(MPI.COMM_WORLD, chosen), part)
+
+
+def _file(chosen: Options, part: Part) -> Path:
+    return chosen.output / f"{part}.json"
 
 
 def _with_horovod() -> None:

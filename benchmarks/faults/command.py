@@ -12,7 +12,7 @@ import signal
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from accordion_hvd.engine import checkpoint_files
 from benchmarks.faults import launch, page, verdict
 from benchmarks.faults.cases import CASES, Case
 from benchmarks.netbench.bench import machine, say
-from examples.command_line import read_options, words
+from examples.command_line import words
 from examples.results import read_json, write_json
 
 Row = dict[str, Any]
@@ -57,12 +57,11 @@ class Options:
             ValueError: if an option is not allowed.
         """
         for name in self.cases:
-            check.one_of("faults.py", "case", name, tuple(CASES))
+            check.one_of("reliability.py", "case", name, tuple(CASES))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def run(chosen: Options) -> None:
     """Try the requested cases and write the page once every case has a result."""
-    chosen: Options = read_options(Options, arguments, owner="faults.py")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs would ignore it
     found = read_json(chosen.output) if chosen.output.is_file() else {"rows": {}}
     found["machine"] = machine()
@@ -71,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         key = _key(case, framework, launcher)
         found["rows"][key] = row
         write_json(chosen.output, found)
-        say(f"faults.py: {key}: {row['happened']}. {row['problem']}")
+        say(f"faults: {key}: {row['happened']}. {row['problem']}")
     page.write(found, chosen.page)
 
 

@@ -101,7 +101,7 @@ def command(launcher: str, ranks: int, script: Path) -> list[str]:
     """
     path = available(launcher)
     if path is None:
-        raise SystemExit(f"faults.py: {launcher} is not installed; run `make setup`.")
+        raise SystemExit(f"reliability.py: {launcher} is not installed; run `make setup`.")
     if launcher == GLOO:
         return [path, "--gloo", "-np", str(ranks), sys.executable, str(script)]
     if launcher == TORCH:

@@ -109,7 +109,10 @@ def fetch(options: Options) -> None:
 
 
 def run(options: Options, folder: Path, tag: str) -> int:
-    """Train, write the results as JSON after each training and print them; return 0."""
+    """Train, write the results as JSON after each training and print them; return 0.
+
+    Trainings that the file has with the same settings are not repeated.
+    """
     began = time.monotonic()
     network = bench.connect(options, folder, tag)
     stamp = time.strftime("%Y%m%d-%H%M%S")
@@ -126,10 +129,12 @@ def run(options: Options, folder: Path, tag: str) -> int:
         "tasks": {},
         "runs": [],
     }
+    if path.is_file() and (earlier := results.read_json(path))["settings"] == found["settings"]:
+        found = earlier
     for task in options.tasks:
-        rows = trainings(options, network, folder, task, rates[task])
-        count = options.seeds * len(rates[task]) * len(options.methods)
-        for facts, row in tqdm(rows, desc=task, total=count, unit="training"):
+        jobs = missing(options, task, rates[task], found["runs"])
+        rows = trainings(options, network, folder, task, jobs) if jobs else []
+        for facts, row in tqdm(rows, desc=task, total=len(jobs), unit="training"):
             found["tasks"][task] = facts
             found["runs"].append(row)
             results.write_json(path, found)
@@ -139,10 +144,23 @@ def run(options: Options, folder: Path, tag: str) -> int:
     return 0
 
 
+def missing(
+    options: Options, task: str, rates: Sequence[str], runs: Sequence[results.Row]
+) -> list[results.Row]:
+    """Return the trainings of a task without results, seed by seed, in a new order at each rate."""
+    jobs = []
+    for seed in range(1, options.seeds + 1):
+        for place, rate in enumerate(rates):
+            first = ((seed - 1) * len(rates) + place) * 4 % len(options.methods)
+            for method in options.methods[first:] + options.methods[:first]:
+                jobs.append({"task": task, "rate": rate, "method": method, "seed": seed})
+    return [job for job in jobs if not any(job.items() <= run.items() for run in runs)]
+
+
 def trainings(
-    options: Options, network: Network, folder: Path, task: str, rates: Sequence[str]
+    options: Options, network: Network, folder: Path, task: str, jobs: Sequence[results.Row]
 ) -> Iterator[tuple[results.Row, results.Row]]:
-    """Yield facts about a task and the row of a training, for all methods seed by seed."""
+    """Yield facts about a task and the row of a training, for each of `jobs`."""
     network.limit("none")
     groups = start(options, network, folder, task)
     try:
@@ -151,15 +169,11 @@ def trainings(
                 group.ask("warm", method, 0)
                 group.steps(method, REHEARSAL)
         facts = describe(task, groups[options.methods[0]])
-        for seed in range(1, options.seeds + 1):
-            for place, rate in enumerate(rates):
-                first = ((seed - 1) * len(rates) + place) * 4 % len(options.methods)
-                for method in options.methods[first:] + options.methods[:first]:
-                    network.limit(rate)  # a trace begins anew with each training
-                    row = {"task": task, "rate": rate, "method": method, "seed": seed}
-                    row |= train(groups[method], method, task, seed)
-                    say_result(row)
-                    yield facts, row
+        for job in jobs:
+            network.limit(job["rate"])  # a trace begins anew with each training
+            row = job | train(groups[job["method"]], job["method"], task, job["seed"])
+            say_result(row)
+            yield facts, row
     finally:
         for group in set(groups.values()):
             group.close()

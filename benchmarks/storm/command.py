@@ -1,12 +1,8 @@
-"""Storms: `make storm` and their section of docs/reliability.md.
-
-Results that exist are not measured again.
-"""
+"""Storms: the trainings of `reliability.py storm`; results that exist are not measured again."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -14,22 +10,17 @@ from pathlib import Path
 from benchmarks.netbench import sandbox
 from benchmarks.optbench.tasks import TaskName
 from benchmarks.storm import job, page
-from examples.command_line import read_options, stop, words
-from examples.data import DataError
+from examples.command_line import words
 from examples.data.text import load_tinyshakespeare
 from examples.results import write_json
-
-MODULE = "benchmarks.storm.command"
-OWNER = "storm.py"
 
 
 @dataclass(kw_only=True)
 class Options:
-    """Train with each compression, calmly and in a storm (root); `report` writes the page.
+    """Train with each compression, calmly and in a storm (root).
 
     Args:
-        methods: spec strings over Horovod, `torchft` for its dense DDP, or `torchft SPEC`; `report`
-            writes all results that exist into the page.
+        methods: spec strings over Horovod, `torchft` for its dense DDP, or `torchft SPEC`.
         task: task of the benchmark of optimizers.
         ranks: number of ranks at the beginning, and the largest.
         steps: number of steps.
@@ -40,7 +31,6 @@ class Options:
         seed: seed of weights, batches and victims.
         limit: seconds of a training that hangs.
         output: folder for results; trainings with results there are not repeated.
-        page: page to update.
     """
 
     methods: list[str] = words("powersgd:4", "topk:0.01", "wagma:4,10")
@@ -54,7 +44,6 @@ class Options:
     seed: int = job.Settings.seed
     limit: float = 3600.0
     output: Path = Path("docs/data/storm")
-    page: Path = Path("docs/reliability.md")
 
     def settings(self, method: str) -> job.Settings:
         """Return the settings of a stormy training with a method."""
@@ -62,21 +51,18 @@ class Options:
         return job.Settings(method, **shared)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    chosen: Options = read_options(Options, arguments, owner=OWNER)
-    try:
-        if chosen.methods == ["report"]:
-            page.write(chosen.output, chosen.page)
-        elif not sandbox.inside():
-            if chosen.task == "characters":
-                load_tinyshakespeare()  # fetched here: the sandbox has no network
-            raise SystemExit(sandbox.enter(arguments, MODULE))
-        else:
-            raise SystemExit(sandbox.run(lambda folder, tag: _measure(chosen, folder)))
-    except (sandbox.Refusal, DataError) as error:
-        stop(f"{OWNER}: {error}")
+def run(chosen: Options, arguments: Sequence[str], module: str) -> int:
+    """Measure in a sandbox, in which `module` runs with the same arguments; return its status.
+
+    Raises:
+        sandbox.Refusal: if this machine has no sandboxes.
+        DataError: if the task's text cannot be fetched.
+    """
+    if not sandbox.inside():
+        if chosen.task == "characters":
+            load_tinyshakespeare()  # fetched here: the sandbox has no network
+        return sandbox.enter(arguments, module)
+    return sandbox.run(lambda folder, tag: _measure(chosen, folder))
 
 
 def _measure(chosen: Options, folder: Path) -> int:
@@ -93,14 +79,10 @@ def _measure(chosen: Options, folder: Path) -> int:
                 continue
             storm = job.Storm(settings, folder / name, chosen.limit)
             found = storm.run()
-            print(f"storm.py: {name}: {page.summary(found)}", flush=True)
+            print(f"storm: {name}: {page.summary(found)}", flush=True)
             if found["status"] == 0:
                 write_json(file, found)
             else:
                 failures += 1
                 print((storm.folder / "output").read_text()[-4000:], flush=True)
     return 1 if failures else 0
-
-
-if __name__ == "__main__":
-    main()

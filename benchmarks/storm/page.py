@@ -84,7 +84,7 @@ def write(folder: Path, path: Path) -> None:
         if (storm := folder / f"{name}-storm.json").is_file()
     ]
     if not found:
-        raise SystemExit(f"storm.py: {folder} has no results yet.")
+        raise SystemExit(f"reliability.py: {folder} has no results yet.")
     text = path.read_text()
     if END not in text:  # `make faults` keeps the text after this mark
         text = f"{text.rstrip()}\n\n{END}\n"

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from benchmarks.netbench import (
     goodput_page,
     trace,
 )
-from benchmarks.netbench.accuracy import Options
+from benchmarks.netbench.accuracy import Options, missing
 from benchmarks.netbench.accuracy_tasks import (
     ADAPTIVE,
     CHANGING,
@@ -76,6 +77,15 @@ def made(methods: tuple[str, ...] = ("Horovod", HOOK, SLOW)) -> dict[str, Any]:
         },
         "runs": runs,
     }  # fmt: skip
+
+
+def test_trainings_with_results_are_not_repeated() -> None:
+    found = made()
+    options: Any = SimpleNamespace(seeds=2, methods=found["settings"]["methods"])
+    assert missing(options, PLACE[0], [PLACE[1]], found["runs"]) == []
+    (job,) = missing(options, PLACE[0], [PLACE[1]], found["runs"][1:])
+    assert job.items() <= found["runs"][0].items()
+    assert len(missing(options, PLACE[0], [PLACE[1]], [])) == len(found["runs"])
 
 
 def test_the_first_evaluation_at_the_target_counts() -> None:

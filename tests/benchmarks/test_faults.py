@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from launch import need
 
+from benchmarks import reliability
 from benchmarks.faults import command, page, verdict
 from benchmarks.faults.actions import ACTIONS
 from benchmarks.faults.cases import CASES, EXPECTED, LAUNCHERS, REFUSED, SECTIONS, TORCH, Case
@@ -141,7 +142,7 @@ def test_a_case_from_its_launch_to_the_page(tmp_path: Path) -> None:
         "--page",
         str(written),
     ]
-    command.main(words)
+    reliability.main(["faults", *words])
     (row,) = json.loads(results.read_text())["rows"].values()
     assert not row["problem"] and not row["hung"] and row["equal"], row
     assert "| SIGKILL of rank 0 in a decision | PyTorch | torchrun |" in written.read_text()

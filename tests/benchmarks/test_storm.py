@@ -130,7 +130,7 @@ def test_ranks_survive_a_short_storm(method: str, tmp_path: Path) -> None:
     options = ["--task", "digits", "--ranks", "3", "--steps", "160", "--pace", "0.2"]
     options += ["--interval", "15", "--lr", "0.01", "--output", str(tmp_path), "--limit", "150"]
     done = subprocess.run(
-        [sys.executable, "scripts/storm.py", method, *options],
+        [sys.executable, "scripts/reliability.py", "storm", method, *options],
         cwd=ROOT, capture_output=True, text=True, timeout=360, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

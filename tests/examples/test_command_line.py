@@ -194,6 +194,7 @@ PROGRAMS = {
     "benchmarks.netbench.accuracy": ["Options"],
     "benchmarks.optbench.command": ["Run", "Tune", "Report"],
     "benchmarks.plan.command": ["Measure", "Fit", "Report"],
+    "benchmarks.reliability": ["Report"],
     "benchmarks.storm.command": ["Options"],
 }
 
@@ -227,7 +228,7 @@ def test_allowed_tasks_are_those_there_are(module: str, tasks: str) -> None:
     assert set(typing.get_args(choices)) == set(importlib.import_module(tasks).TASKS)
 
 
-@pytest.mark.parametrize("script", ["bench", "graph", "netbench"])
+@pytest.mark.parametrize("script", ["bench", "graph", "netbench", "reliability"])
 def test_scripts_have_help(script: str) -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / f"{script}.py", "--help"],

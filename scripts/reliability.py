@@ -1,4 +1,4 @@
-"""The fault matrix; see `benchmarks.faults.command`."""
+"""What jobs do when ranks fail, leave and join; see `benchmarks.reliability`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.faults.command import main  # noqa: E402
+from benchmarks.reliability import main  # noqa: E402
 
 if __name__ == "__main__":
     main()
