@@ -23,7 +23,7 @@ from accordion_hvd.policies import Accordion, Fixed, Policy
 from accordion_hvd.policies.accordion import Alternation, BatchGrowth, ByteBudget
 from accordion_hvd.privacy import PrivacyBudget, TopAgg
 
-Serving: TypeAlias = Policy | Averaging
+Served: TypeAlias = Policy | Averaging
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Resolved:
             must stop if replicas differ.
     """
 
-    serving: Serving
+    serving: Served
     guard: str = "error"
 
     @property

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from accordion_hvd import check
 from accordion_hvd.policies import Accordion
-from accordion_hvd.resolve import VARIABLE, Serving, parse, resolve
+from accordion_hvd.resolve import VARIABLE, Served, parse, resolve
 from examples import command_line, schedule
 
 
@@ -119,7 +119,7 @@ class Settings:
         """Return the folder of the results."""
         return Path(self.output) / self.name
 
-    def policy(self) -> Serving | None:
+    def policy(self) -> Served | None:
         """Return a new policy or averaging method for `compression`; None if that is None."""
         return _policy(self.compression)
 
@@ -136,7 +136,7 @@ class Settings:
         return asdict(self)
 
 
-def _policy(wanted: Any) -> Serving | None:
+def _policy(wanted: Any) -> Served | None:
     if wanted is None:
         return None
     if not isinstance(wanted, dict):

@@ -18,7 +18,7 @@ from accordion_hvd.core.base import (
 from accordion_hvd.core.shifted import Shifted
 from accordion_hvd.ops import namespace
 
-Group = tuple[int, ...]
+RankGroup = tuple[int, ...]
 
 
 class Averaging(Compressor):
@@ -49,7 +49,7 @@ class Averaging(Compressor):
         """Return the state before the first step, when `model` is equal on all ranks."""
         return self.synchronized(self.init(namespace(model).spec(model), info), model)
 
-    def groups(self, size: int) -> tuple[Group, ...]:
+    def groups(self, size: int) -> tuple[RankGroup, ...]:
         """Return the groups that requests may name, for `size` ranks.
 
         Raises:
@@ -85,7 +85,7 @@ def ends_period(step: int, period: int) -> bool:
     return (step + 1) % period == 0
 
 
-def group_info(info: Info, group: Group) -> Info:
+def group_info(info: Info, group: RankGroup) -> Info:
     return replace(info, rank=group.index(info.rank), size=len(group))
 
 

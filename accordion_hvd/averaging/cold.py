@@ -98,17 +98,17 @@ class Innovations(Averaging, abc.ABC):
     @abc.abstractmethod
     def _encode(
         self, innovation: Tensor, state: State, info: Info
-    ) -> Generator[Any, Any, tuple[point_to_point.Message, Tensor, State]]:
+    ) -> Generator[Any, Any, tuple[point_to_point.Parcel, Tensor, State]]:
         """Return the message, its decoded value, and the new state."""
 
     @abc.abstractmethod
     def _decode(
-        self, message: point_to_point.Message, like: Tensor, state: State, info: Info, sender: int
+        self, message: point_to_point.Parcel, like: Tensor, state: State, info: Info, sender: int
     ) -> Tensor:
         """Decode the message of rank `sender`."""
 
 
-def _unpacked(flat: Tensor, like: point_to_point.Message) -> point_to_point.Message:
+def _unpacked(flat: Tensor, like: point_to_point.Parcel) -> point_to_point.Parcel:
     """Parse a neighbour's message from bytes; `like` is this rank's message."""
     xp = namespace(flat)
     sizes = [xp.shape(xp.to_bytes(part))[0] for part in like]
@@ -160,7 +160,7 @@ class COLD(Innovations):
 
     def _encode(
         self, innovation: Tensor, state: State, info: Info
-    ) -> Generator[Any, Any, tuple[point_to_point.Message, Tensor, State]]:
+    ) -> Generator[Any, Any, tuple[point_to_point.Parcel, Tensor, State]]:
         yield from ()
         if self.compressor is None:
             return (innovation,), innovation, state
@@ -171,7 +171,7 @@ class COLD(Innovations):
         return message, decoded, {**state, **prefixed(own)}
 
     def _decode(
-        self, message: point_to_point.Message, like: Tensor, state: State, info: Info, sender: int
+        self, message: point_to_point.Parcel, like: Tensor, state: State, info: Info, sender: int
     ) -> Tensor:
         if self.compressor is None:
             return message[0]
@@ -225,7 +225,7 @@ class DynaCOLD(Innovations):
 
     def _encode(
         self, innovation: Tensor, state: State, info: Info
-    ) -> Generator[Any, Any, tuple[point_to_point.Message, Tensor, State]]:
+    ) -> Generator[Any, Any, tuple[point_to_point.Parcel, Tensor, State]]:
         xp = namespace(innovation)
         x = xp.copy(xp.cast(innovation, "float32"))
         largest = xp.bucket_norms(x, max(1, xp.shape(x)[0]), "max")
@@ -243,7 +243,7 @@ class DynaCOLD(Innovations):
         return message, self._decode(message, x, state, info, info.rank), state
 
     def _decode(
-        self, message: point_to_point.Message, like: Tensor, state: State, info: Info, sender: int
+        self, message: point_to_point.Parcel, like: Tensor, state: State, info: Info, sender: int
     ) -> Tensor:
         xp, (signs, doublings) = namespace(like), message
         size = xp.shape(like)[0]

@@ -6,9 +6,8 @@ import functools
 import math
 
 from accordion_hvd import check
+from accordion_hvd.averaging.base import RankGroup
 
-Group = tuple[int, ...]
-Partition = tuple[Group, ...]
 _EXTRA = 4  # number of cycle lengths to try beyond the shortest
 
 
@@ -48,14 +47,14 @@ class Groups:
     def reach(self) -> int | None:
         return _worst(self.size, self._cycle) if self.group_size > 1 or self.size == 1 else None
 
-    def at(self, step: int) -> Partition:
+    def at(self, step: int) -> tuple[RankGroup, ...]:
         """Return all groups of a step. Each lists its ranks in ascending order."""
         return self._cycle[step % self.cycle]
 
-    def of(self, rank: int, step: int) -> Group:
+    def of(self, rank: int, step: int) -> RankGroup:
         return self._group_of[step % self.cycle][rank]
 
-    def all(self) -> tuple[Group, ...]:
+    def all(self) -> tuple[RankGroup, ...]:
         """Return all distinct groups of all steps."""
         return tuple(dict.fromkeys(group for partition in self._cycle for group in partition))
 
@@ -78,7 +77,7 @@ def _sizes(size: int, group_size: int) -> tuple[int, ...]:
     return (least + 1,) * larger + (least,) * (count - larger)
 
 
-def _partitions(size: int, group_size: int, count: int) -> list[Partition]:
+def _partitions(size: int, group_size: int, count: int) -> list[tuple[RankGroup, ...]]:
     row, sizes, partitions = list(range(size)), _sizes(size, group_size), []
     for _ in range(count):
         ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
@@ -89,7 +88,7 @@ def _partitions(size: int, group_size: int, count: int) -> list[Partition]:
 
 
 @functools.lru_cache(maxsize=64)
-def _best_cycle(size: int, group_size: int) -> list[Partition]:
+def _best_cycle(size: int, group_size: int) -> list[tuple[RankGroup, ...]]:
     """Return the shortest cycle of partitions with the best reach when it repeats."""
     smallest = min(_sizes(size, group_size))
     if smallest == 1:
@@ -111,11 +110,11 @@ def steps_needed(size: int, group_size: int) -> int:
     return steps
 
 
-def _worst(size: int, cycle: list[Partition]) -> int:
+def _worst(size: int, cycle: list[tuple[RankGroup, ...]]) -> int:
     return max(_reach(size, cycle, start) for start in range(len(cycle)))
 
 
-def _reach(size: int, cycle: list[Partition], start: int) -> int:
+def _reach(size: int, cycle: list[tuple[RankGroup, ...]], start: int) -> int:
     """Return the steps from `start` until every rank has received every rank's model.
 
     A bit set per rank records the ranks whose models it has received.

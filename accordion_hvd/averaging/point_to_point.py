@@ -18,12 +18,12 @@ from accordion_hvd.core.codec import Codec, parse
 from accordion_hvd.core.running import drive
 from accordion_hvd.ops import namespace
 
-Message = tuple[Tensor, ...]
+Parcel = tuple[Tensor, ...]
 
 
 def encode(
     compressor: Compressor, x: Tensor, state: State, info: Info
-) -> tuple[Message, Tensor, State]:
+) -> tuple[Parcel, Tensor, State]:
     """Encode `x`; return the message, its decoded value, and the state for the next message.
 
     There is no error feedback: the part of `x` that is not sent is not retained.
@@ -54,7 +54,7 @@ def encode(
 
 
 def decode(
-    compressor: Compressor, message: Message, like: Tensor, info: Info, sender: int
+    compressor: Compressor, message: Parcel, like: Tensor, info: Info, sender: int
 ) -> Tensor:
     """Decode a message of another rank.
 
@@ -72,7 +72,7 @@ def decode(
     return _run(compressor, zeros, state, _single_rank(info, sender), answer)[0]
 
 
-def _encode(codec: Codec, x: Tensor, info: Info) -> tuple[Message, Tensor]:
+def _encode(codec: Codec, x: Tensor, info: Info) -> tuple[Parcel, Tensor]:
     if codec.uneven:
         _refuse(codec)
     xp, sender, info = namespace(x), info.rank, _single_rank(info, info.rank)
@@ -80,7 +80,7 @@ def _encode(codec: Codec, x: Tensor, info: Info) -> tuple[Message, Tensor]:
     return message, _decode(codec, message, x, info, sender)
 
 
-def _decode(codec: Codec, message: Message, like: Tensor, info: Info, sender: int) -> Tensor:
+def _decode(codec: Codec, message: Parcel, like: Tensor, info: Info, sender: int) -> Tensor:
     xp, shape = namespace(like), namespace(like).shape(like)
     layout = codec.layout(shape)
     room = xp.zeros(layout, "float32", xp.device(like))

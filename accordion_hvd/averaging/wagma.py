@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from accordion_hvd import check
 from accordion_hvd.averaging.base import (
     Averaging,
-    Group,
+    RankGroup,
     check_compressor,
     ends_period,
     group_info,
@@ -85,7 +85,7 @@ class WAGMA(Averaging):
         """
         return _schedule(self, size)
 
-    def groups(self, size: int) -> tuple[Group, ...]:
+    def groups(self, size: int) -> tuple[RankGroup, ...]:
         return self.schedule(size).all() if self.period > 1 else ()
 
     @property

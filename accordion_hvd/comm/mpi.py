@@ -72,7 +72,7 @@ def _wait(*_: Any) -> None:
 
 
 # ------------------------------------------------------------------------ neighbourhood collectives
-class Neighbourhood:
+class MPINeighbours:
     """An MPI neighbourhood, which serves `Neighbours` requests that all name the same ranks.
 
     Its messages use an MPI communicator of their own, separate from other messages over `comm`.

@@ -27,7 +27,7 @@ from accordion_hvd.core.base import (
 from accordion_hvd.ops import on_cpu
 from accordion_hvd.ops.spec import ITEMSIZE
 
-Program = Generator[Any, Any, list[Any]]
+Collecting = Generator[Any, Any, list[Any]]
 
 _SMALL_INTEGERS = ("int8", "uint8", "int16", "uint16")
 """Integers that some engines cannot add (Horovod for PyTorch: none of them)."""
@@ -35,26 +35,26 @@ _SMALL_INTEGERS = ("int8", "uint8", "int16", "uint16")
 _LARGE = {True: 1 << 18, False: 1 << 22}
 """Whether on a CPU -> bytes from which a tensor is not worth copying into a common buffer."""
 
-Kind = tuple[Any, ...]
+MessageKind = tuple[Any, ...]
 """What requests in one collective share; the first entry names the program."""
 
 
 def together(
     communicator: Collectives, requests: Sequence[Request]
-) -> list[tuple[Kind, list[int]]]:
-    groups: dict[Kind, list[int]] = {}
+) -> list[tuple[MessageKind, list[int]]]:
+    groups: dict[MessageKind, list[int]] = {}
     for i, request in enumerate(requests):
         groups.setdefault(key(communicator, request), []).append(i)
     return list(groups.items())
 
 
 def program(
-    communicator: Collectives, traffic: Traffic, name: str, kind: Kind, requests: list[Any]
-) -> Program:
+    communicator: Collectives, traffic: Traffic, name: str, kind: MessageKind, requests: list[Any]
+) -> Collecting:
     return _PROGRAMS[kind[0]](communicator, traffic, name, requests)
 
 
-def key(communicator: Collectives, request: Request) -> Kind:
+def key(communicator: Collectives, request: Request) -> MessageKind:
     if not isinstance(request, Request):
         raise TypeError(f"an exchange generator yielded {request!r}, but must yield requests.")
     group = request.group
@@ -105,14 +105,14 @@ def count(
 
 def _single(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Allreduce]
-) -> Program:
+) -> Collecting:
     return [request.tensor for request in requests]
     yield  # which makes it a generator
 
 
 def _reduce(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Allreduce]
-) -> Program:
+) -> Collecting:
     count(communicator, traffic, requests)
     xp = communicator.xp
     tensors = [request.tensor for request in requests]
@@ -139,7 +139,7 @@ def _reduce(
 
 def _reduce_wire(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Allreduce]
-) -> Program:
+) -> Collecting:
     """Average 16-bit floats in one buffer, by the engine's own allreduce."""
     count(communicator, traffic, requests)
     xp = communicator.xp
@@ -152,7 +152,7 @@ def _reduce_wire(
 
 def _reduce_half(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Allreduce]
-) -> Program:
+) -> Collecting:
     """Average 16-bit floats by an alltoall of parts, a mean of each part in fp32, an allgather.
 
     This sends as many bytes as a ring allreduce, and is exact. The engine's own addition is
@@ -176,7 +176,7 @@ def _reduce_half(
 
 def _reduce_small(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Allreduce]
-) -> Program:
+) -> Collecting:
     """Add 8-bit and 16-bit integers, which wrap around, by an alltoall of parts and an allgather.
 
     This sends as many bytes as a ring allreduce.
@@ -201,7 +201,7 @@ def _reduce_small(
 
 def _gather(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Allgather]
-) -> Program:
+) -> Collecting:
     count(communicator, traffic, requests)
     xp, group = communicator.xp, requests[0].group
     ranks = communicator.ranks(group)
@@ -214,7 +214,7 @@ def _gather(
 
 def _gather_uneven(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Allgather]
-) -> Program:
+) -> Collecting:
     xp, group = communicator.xp, requests[0].group
     ranks = communicator.ranks(group)
     sent, sizes = _as_bytes(xp, requests)
@@ -269,7 +269,7 @@ def _by_request(
 
 def _broadcast(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Broadcast]
-) -> Program:
+) -> Collecting:
     count(communicator, traffic, requests)
     xp, first = communicator.xp, requests[0]
     sent, sizes = _as_bytes(xp, requests)
@@ -281,7 +281,7 @@ def _broadcast(
 
 def _alltoall(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Alltoall]
-) -> Program:
+) -> Collecting:
     count(communicator, traffic, requests)
     xp, group = communicator.xp, requests[0].group
     if len(requests) == 1:  # without copies, since a single request may be large
@@ -303,7 +303,7 @@ def _alltoall(
 
 def _alltoall_splits(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Alltoall]
-) -> Program:
+) -> Collecting:
     xp, group = communicator.xp, requests[0].group
     members = range(communicator.size) if group is None else group
     position, results = list(members).index(communicator.rank), []
@@ -334,7 +334,7 @@ def _alltoall_splits(
 
 def _neighbours(
     communicator: Collectives, traffic: Traffic, name: str, requests: list[Neighbours]
-) -> Program:
+) -> Collecting:
     count(communicator, traffic, requests)
     xp, first = communicator.xp, requests[0]
     packed, sizes = _as_bytes(xp, requests)
@@ -349,7 +349,7 @@ def _neighbours(
     return _by_request(xp, pieces, requests)
 
 
-_PROGRAMS: dict[str, Callable[..., Program]] = {
+_PROGRAMS: dict[str, Callable[..., Collecting]] = {
     "single": _single,
     "reduce": _reduce,
     "wire": _reduce_wire,

@@ -55,7 +55,7 @@ class Operation:
         kind: "allreduce", "allgather", "broadcast", "alltoall" or "neighbours".
         size: bytes that the rank passes.
         group: the ranks that take part, or None for all; in a simulation of all ranks' requests,
-            the groups of all ranks (`simulation.links.Members`).
+            the groups of all ranks (`simulation.links.MemberTimes`).
     """
 
     kind: str

@@ -13,7 +13,7 @@ from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.averaging.wagma import WAGMA
 from accordion_hvd.comm.collectives import Traffic
 from accordion_hvd.comm.communicator import Communicator
-from accordion_hvd.comm.mpi import Neighbourhood
+from accordion_hvd.comm.mpi import MPINeighbours
 from accordion_hvd.comm.shares import by_shares
 from accordion_hvd.core.base import Allreduce, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.engine.layout import TensorInfo
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 HALF = ("float16", "bfloat16")
 
 
-class Parameters(abc.ABC):
+class ModelParameters(abc.ABC):
     """Access to a model's parameters or statistics in a framework.
 
     Attributes:
@@ -57,7 +57,7 @@ class Averages:
     """
 
     by_shares = False
-    neighbourhood: Neighbourhood | None = None
+    neighbourhood: MPINeighbours | None = None
 
     def __init__(self, method: Any, communicator: Communicator, traffic: Traffic) -> None:
         self.method, self.communicator, self.xp = method, communicator, communicator.xp
@@ -77,18 +77,18 @@ class Averages:
             self._kinds.setdefault(key, []).append(i)
         self._begin(self._joined(values), saved.get("steps", 0), saved)
 
-    def average(self, model: Parameters, step: int, lr: float) -> bool:
+    def average(self, model: ModelParameters, step: int, lr: float) -> bool:
         """Average the models after a step; return whether those of all ranks are equal now."""
         self._run_all(self.method.exchange, model, step, lr)
         return self.method.equal(step)
 
-    def average_now(self, model: Parameters, step: int) -> None:
+    def average_now(self, model: ModelParameters, step: int) -> None:
         self._run_all(self.method.synchronize, model, step, 0.0)
 
     def rest(self) -> None:
         """Stop until the next `begin`; collective."""
 
-    def close(self, model: Parameters) -> None:
+    def close(self, model: ModelParameters) -> None:
         """Release all resources after the last step; collective."""
         if self.neighbourhood is not None:
             self.neighbourhood.close()
@@ -120,7 +120,7 @@ class Averages:
             device = self.xp.device(model)
             state.update({k: self.xp.asarray(np.array(v), device) for k, v in old.items()})
 
-    def _run_all(self, act: Any, model: Parameters, step: int, lr: float) -> None:
+    def _run_all(self, act: Any, model: ModelParameters, step: int, lr: float) -> None:
         values, results = model.read(), []
         for i, vector in enumerate(self._joined(values)):
             exchange = act(vector, self._states[i], self._info(i, step, lr))
@@ -177,13 +177,13 @@ class MPIAverages(Averages):
             version=saved.get("version", steps),
         )
 
-    def average(self, model: Parameters, step: int, lr: float) -> bool:
+    def average(self, model: ModelParameters, step: int, lr: float) -> bool:
         return self._over_mpi(self.engine.average, model)
 
-    def average_now(self, model: Parameters, step: int) -> None:
+    def average_now(self, model: ModelParameters, step: int) -> None:
         self._over_mpi(self.engine.average_now, model)
 
-    def close(self, model: Parameters) -> None:
+    def close(self, model: ModelParameters) -> None:
         if self.engine is not None:
             self._over_mpi(self.engine.close, model)
 
@@ -204,7 +204,7 @@ class MPIAverages(Averages):
                 counts[key] += getattr(engine, key)
         return counts
 
-    def _over_mpi(self, act: Callable[[list[np.ndarray]], Any], model: Parameters) -> Any:
+    def _over_mpi(self, act: Callable[[list[np.ndarray]], Any], model: ModelParameters) -> Any:
         xp, values = self.xp, model.read()
         hosted = [self._hosted(vector) for vector in self._joined(values)]
         try:
@@ -249,7 +249,7 @@ def choose(
                 raise
             result.by_shares = True
     if method.neighbours_only and all_ranks(of_all and why_not(communicator.size) is None):
-        result.neighbourhood = Neighbourhood(communicator.pause)
+        result.neighbourhood = MPINeighbours(communicator.pause)
     return result
 
 

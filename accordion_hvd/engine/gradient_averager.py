@@ -26,7 +26,7 @@ from accordion_hvd.engine.membership import E, Member
 from accordion_hvd.engine.rehearsal import Pass, Rehearsals, in_steps
 from accordion_hvd.policies import Policy
 
-Key = Any  # hashable
+ParameterKey = Any  # hashable
 
 FIRST, EVERY = 10, 100
 """Step from which on exchanges are rehearsed, since early steps are slow, and steps in between."""
@@ -91,9 +91,9 @@ class GradientAverager(Member[E]):
         self.sparse_as_dense = sparse_as_dense or policy.observers.any("private")
         self.guard = guard or Guard("off")
         self.communicator = self.connect()
-        self.keys: list[Key] = []
-        self.number: dict[Key, int] = {}
-        self.sparse: list[Key] = []
+        self.keys: list[ParameterKey] = []
+        self.number: dict[ParameterKey, int] = {}
+        self.sparse: list[ParameterKey] = []
         number = getattr(process_set, "process_set_id", None) or 0
         self.name = f"accordion.{number}.{_numbers[number]}"
         _numbers[number] += 1
@@ -131,7 +131,7 @@ class GradientAverager(Member[E]):
         assert self._exchange is not None
         return self._exchange
 
-    def expect_sparse(self, keys: Sequence[Key]) -> None:
+    def expect_sparse(self, keys: Sequence[ParameterKey]) -> None:
         """Gather the gradients of these tensors, and replace an exchange that contains them.
 
         Raises:
@@ -176,17 +176,17 @@ class GradientAverager(Member[E]):
         self._exchange.total = self.total
         self._number(list(dense))
 
-    def _number(self, keys: Sequence[Key]) -> None:
+    def _number(self, keys: Sequence[ParameterKey]) -> None:
         self.number |= {key: len(self.keys) + i for i, key in enumerate(keys)}
         self.keys.extend(keys)
 
-    def extend(self, tensors: Mapping[Key, TensorInfo]) -> None:
+    def extend(self, tensors: Mapping[ParameterKey, TensorInfo]) -> None:
         """Add tensors to the exchange, if it exists already."""
         if self._exchange is not None and tensors:
             self._exchange.extend(list(tensors.values()))
             self._number(list(tensors))
 
-    def serving(self, key: Key) -> Compressor:
+    def serving(self, key: ParameterKey) -> Compressor:
         return self.exchange.entry_of[self.number[key]].compressor
 
     @property

@@ -17,9 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from accordion_hvd.averaging.groups import Group, Groups
+from accordion_hvd.averaging.base import RankGroup
+from accordion_hvd.averaging.groups import Groups
+from accordion_hvd.ops.numpy import Array
 
-Model = Any
+ModelVectors = Any
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class GroupRound:
 
     version: int
     all_ranks: bool
-    members: Group
+    members: RankGroup
 
 
 class GroupProtocol:
@@ -67,18 +69,18 @@ class GroupProtocol:
     """
 
     def __init__(
-        self, rank: int, size: int, groups: Groups, first: Model, version: int = 0
+        self, rank: int, size: int, groups: Groups, first: ModelVectors, version: int = 0
     ) -> None:
         self.rank, self.size, self.groups = rank, size, groups
         self.everybody = tuple(range(size))
         self.next, self.level = version, version - 1
         self.label, self.published = version - 1, first
         self._covered = 0  # ranks, from this one on, to which `level` is forwarded
-        self.asked: tuple[int, Model] | None = None
+        self.asked: tuple[int, ModelVectors] | None = None
         self._ready: dict[tuple[int, bool], set[int]] = {}
 
     # --------------------------------------------------------- called for the training thread
-    def publish(self, version: int, model: Model) -> None:
+    def publish(self, version: int, model: ModelVectors) -> None:
         assert version > self.label
         self.label, self.published = version, model
 
@@ -86,7 +88,7 @@ class GroupProtocol:
         """Activate all versions up to `version`; return the messages to send, if any."""
         return self.hear(version, self.size) if version > self.level else []
 
-    def ask(self, version: int, model: Model) -> None:
+    def ask(self, version: int, model: ModelVectors) -> None:
         self.asked = version, model
 
     # -------------------------------------------------------- called by the progress thread
@@ -115,18 +117,18 @@ class GroupProtocol:
     def arrived(self, rank: int, version: int, all_ranks: bool) -> None:
         self._ready.setdefault((version, all_ranks), set()).add(rank)
 
-    def missing(self, round_: GroupRound) -> Group:
+    def missing(self, round_: GroupRound) -> RankGroup:
         ready = self._ready.get((round_.version, round_.all_ranks), set())
         return tuple(rank for rank in round_.members if rank != self.rank and rank not in ready)
 
-    def seed(self, round_: GroupRound) -> tuple[int, Model]:
+    def seed(self, round_: GroupRound) -> tuple[int, ModelVectors]:
         """Return the version of the model that this rank contributes, and the model."""
         if round_.all_ranks:
             assert self.asked is not None
             return self.asked
         return self.label, self.published
 
-    def done(self, round_: GroupRound, average: Model = None) -> None:
+    def done(self, round_: GroupRound, average: ModelVectors = None) -> None:
         """End an average; publish an `average` over all ranks at once.
 
         Otherwise a rank that is late for the next version would contribute an older model.
@@ -167,8 +169,6 @@ def combine(total: np.ndarray, fresh: np.ndarray, members: int, on_time: bool) -
 # eight members needs two rounds. Each member sends 2 (S - 1) / S of a vector for any S; recursive
 # doubling sends log2 S vectors. A single member adds up each element, so all members get the same
 # bits.
-
-Array = np.ndarray
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Group:
+class Regrouping:
     """The ranks of a new group that have state, and those that the old group has lost.
 
     Attributes:
@@ -101,7 +101,7 @@ def hand_over(exchange: Exchange, gather: Gather) -> None:
     checkpoint.restore(exchange, states, own.about)
 
 
-def find_group(own: Part | None, leads: bool, gather: Gather) -> Group | None:
+def find_group(own: Part | None, leads: bool, gather: Gather) -> Regrouping | None:
     """Compare the parts of all ranks; collective.
 
     Args:
@@ -121,10 +121,10 @@ def find_group(own: Part | None, leads: bool, gather: Gather) -> Group | None:
     if lead is None:
         return None
     members = [row for row in rows if row is not None and row.steps == lead.steps]
-    return Group(lead, tuple(row.rank for row in members), len(rows) - len(members))
+    return Regrouping(lead, tuple(row.rank for row in members), len(rows) - len(members))
 
 
-def regroup(exchange: Exchange, own: Part | None, group: Group, gather: Gather) -> None:
+def regroup(exchange: Exchange, own: Part | None, group: Regrouping, gather: Gather) -> None:
     """Take over the leading rank's policy and a part of all per-rank state; collective.
 
     Args:
@@ -157,7 +157,9 @@ def residual_norm(saved: Sequence[SavedState]) -> float:
     return float(np.sqrt(sum(squares)))
 
 
-def _in_old_places(present: list[SavedState], entry: BucketState, group: Group) -> list[SavedState]:
+def _in_old_places(
+    present: list[SavedState], entry: BucketState, group: Regrouping
+) -> list[SavedState]:
     level = entry.levels[present[0].level]
     if not isinstance(level, UpdateRule) or len(present) == group.lead.ranks:
         return present
@@ -273,7 +275,7 @@ class Member(abc.ABC, Generic[E]):
     def prepare_regroup(self, gather: Gather, leader: int) -> None:
         """Do nothing: weights are equal on all ranks, so those of the leader can be broadcast."""
 
-    def regroup(self, gather: Gather, leader: int) -> Group | None:
+    def regroup(self, gather: Gather, leader: int) -> Regrouping | None:
         """Take over policy and steps of the leading rank, a part of all residuals; collective.
 
         Returns:
@@ -470,7 +472,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _report(group: Group, norms: list[float]) -> None:
+def _report(group: Regrouping, norms: list[float]) -> None:
     if len(norms) != group.lead.ranks:  # they died before the first commit
         return
     lost = math.hypot(*(norms[rank] for rank in group.lost))

@@ -18,7 +18,7 @@ from accordion_hvd.comm.collectives import Traffic
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allreduce, Info, Tensor
 from accordion_hvd.engine import checkpoint
-from accordion_hvd.engine.averages import HALF, Averages, MPIAverages, Parameters, choose
+from accordion_hvd.engine.averages import HALF, Averages, ModelParameters, MPIAverages, choose
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.engine.membership import Gather
@@ -54,7 +54,7 @@ class ModelAverager(checkpoint.Keeper):
     def __init__(
         self,
         method: Averaging,
-        parameters: Parameters,
+        parameters: ModelParameters,
         connect: Callable[[Any], Communicator],
         guard: Guard,
         process_set: Any = None,
@@ -129,7 +129,7 @@ class ModelAverager(checkpoint.Keeper):
         self.rest()
         return not self.alternation.averaging_models
 
-    def prepare(self, given: Parameters | None = None) -> None:
+    def prepare(self, given: ModelParameters | None = None) -> None:
         """Set up averaging before the first step; the models of all ranks must be equal.
 
         Args:
@@ -148,7 +148,7 @@ class ModelAverager(checkpoint.Keeper):
         self.equal = self.ready = True
 
     def average(
-        self, lr: float, given: Parameters | None = None, rates: Sequence[float] = ()
+        self, lr: float, given: ModelParameters | None = None, rates: Sequence[float] = ()
     ) -> None:
         """Average the models after an optimizer step.
 
@@ -170,7 +170,7 @@ class ModelAverager(checkpoint.Keeper):
         if self.equal and self.guard.next_after(self.steps - 1) == self.steps:
             self._compare(model.read(), self.steps, rates or [lr])
 
-    def average_now(self, statistics: Parameters | None = None) -> None:
+    def average_now(self, statistics: ModelParameters | None = None) -> None:
         """Replace the models of all ranks by their average; all ranks call it after the same step.
 
         Args:
@@ -191,7 +191,7 @@ class ModelAverager(checkpoint.Keeper):
         if self.alternation is not None:
             self.alternation.equal = self.equal
 
-    def level(self, tensors: Parameters) -> None:
+    def level(self, tensors: ModelParameters) -> None:
         """Average `tensors` over the ranks with Horovod; all ranks must pass the same tensors."""
         values = tensors.read()
         if values and not self.single_rank:

@@ -29,10 +29,10 @@ from accordion_hvd.comm import mpi, tcp, timeouts
 from accordion_hvd.comm.agreement import RanksDisagree, started_by_mpi
 from accordion_hvd.engine import group_protocol
 from accordion_hvd.engine.group_protocol import Activation, GroupProtocol, GroupRound, combine
+from accordion_hvd.ops.numpy import Array
 
 logger = logging.getLogger(__name__)
 
-Array = np.ndarray
 _CONTROL, _DATA = 1, 2  # tags
 _ACTIVATE, _READY, _BYE, _ASK, _ANSWER = range(5)
 _EXACT = 2**20  # step numbers are sent modulo this, so that sums of their squares are exact
@@ -62,7 +62,7 @@ def why_not(size: int) -> str | None:
     return None
 
 
-class Model:
+class Pooled:
     """Vectors of one model in pooled memory; `holders` is the reference count."""
 
     __slots__ = ("vectors", "holders")
@@ -76,23 +76,23 @@ class Pool:
 
     def __init__(self, like: Sequence[Array]) -> None:
         self._like = [(vector.size, vector.dtype) for vector in like]
-        self._free: list[Model] = []
+        self._free: list[Pooled] = []
         self.made = 0
 
-    def take(self) -> Model:
+    def take(self) -> Pooled:
         """Return a model with one holder and undefined values."""
         if not self._free:
             self.made += 1
-            self._free.append(Model([np.empty(size, dtype) for size, dtype in self._like]))
+            self._free.append(Pooled([np.empty(size, dtype) for size, dtype in self._like]))
         model = self._free.pop()
         model.holders = 1
         return model
 
-    def hold(self, model: Model) -> Model:
+    def hold(self, model: Pooled) -> Pooled:
         model.holders += 1
         return model
 
-    def release(self, model: Model) -> None:
+    def release(self, model: Pooled) -> None:
         """Decrement the number of holders; a model without holders returns to the pool."""
         model.holders -= 1
         if not model.holders:
@@ -184,10 +184,10 @@ class WaitAvoiding:
         self._changed = threading.Condition()  # guards what both threads use, such as the pool
         self._agent = GroupProtocol(self.rank, size, self.groups, self._copy(model), version)
         self._outbox: list[Activation] = []
-        self._results: dict[int, tuple[int, Model]] = {}
+        self._results: dict[int, tuple[int, Pooled]] = {}
         self._reason = ""  # why this rank ends, sent to other ranks
         self._ended: list[tuple[int, str]] | None = None  # ranks that ended, with reasons
-        self._interrupted: Model | None = None  # this rank's model in an unfinished average of all
+        self._interrupted: Pooled | None = None  # this rank's model in an unfinished average of all
         self._transferring = False  # whether data messages are pending
         self._deferred: list[tuple[int, ...]] = []  # control messages received meanwhile
         self._goodbyes: set[int] = set()
@@ -286,7 +286,7 @@ class WaitAvoiding:
         with self._changed:
             self._pool.release(total)
 
-    def _take_result(self, version: int) -> tuple[int, Model]:
+    def _take_result(self, version: int) -> tuple[int, Pooled]:
         with self._changed:
             # Exceptions have interrupted the calls that waited for these.
             for old in [old for old in self._results if old < version]:
@@ -338,7 +338,7 @@ class WaitAvoiding:
             if interrupted is not None:
                 self._pool.release(interrupted)
 
-    def _ask(self, version: int, model: Model, steps: int, ends: bool = False) -> None:
+    def _ask(self, version: int, model: Pooled, steps: int, ends: bool = False) -> None:
         count = steps % _EXACT
         model.vectors[-1][:] = ends, count, count**2
         with self._changed:
@@ -355,7 +355,7 @@ class WaitAvoiding:
                 self._pool.release(refused[1])
         return refused is None  # else other ranks activated this version, for a group's average
 
-    def _end_together(self, last: Model, others_continue: bool) -> None:
+    def _end_together(self, last: Pooled, others_continue: bool) -> None:
         if not others_continue:  # perhaps all ranks end after this step
             self._ask(self.version, last, self.steps, ends=True)
             if self._finish_asking():
@@ -379,7 +379,7 @@ class WaitAvoiding:
         with self._changed:
             self._pool.release(average)
 
-    def _copy(self, model: Sequence[Array]) -> Model:
+    def _copy(self, model: Sequence[Array]) -> Pooled:
         sizes = [vector.size for vector in model]
         if sizes != self._sizes:
             check.refuse(
@@ -520,7 +520,7 @@ class WaitAvoiding:
                 f"(version {round_.version}) for {self.timeout:g} seconds."
             )
 
-    def _add_up(self, round_: GroupRound, model: Model, total: Model) -> None:
+    def _add_up(self, round_: GroupRound, model: Pooled, total: Pooled) -> None:
         from mpi4py import MPI
 
         place = round_.members.index(self.rank)
@@ -553,7 +553,7 @@ class WaitAvoiding:
                     self._blame(round_, [rank for rank in others if rank not in answers])
                 wait = timeouts.Wait()
 
-    def _store(self, round_: GroupRound, label: int, model: Model, total: Model) -> None:
+    def _store(self, round_: GroupRound, label: int, model: Pooled, total: Pooled) -> None:
         if self.log is not None:
             self.log.append((round_.version, round_.all_ranks, label))
         if round_.all_ranks:

@@ -5,7 +5,7 @@ local; a local place is `skew[i]` times as likely as a remote one. With `local` 
 places, q = skew / (degree kappa) for local places and q = 1 / (degree kappa) for remote ones
 (kappa: see `skew.normalizer`). At skew 1, no draw depends on which places are local.
 
-`MODES` has the functions of each mode of `Sampler`.
+`DRAW_MODES` has the functions of each mode of `Sampler`.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ def fixed_inclusion(q: Array, count: int) -> Array:
         certain |= above
 
 
-class Mode(NamedTuple):
+class DrawMode(NamedTuple):
     """The functions of a mode of `Sampler`.
 
     Attributes:
@@ -292,8 +292,8 @@ class Mode(NamedTuple):
     expected_one: Callable[[Array, int], Array]
 
 
-MODES = {
-    "fixed": Mode(
+DRAW_MODES = {
+    "fixed": DrawMode(
         fixed,
         lambda lists, rows, places, count: inclusion(
             lists.limited(count).probabilities(rows, places), count
@@ -301,13 +301,13 @@ MODES = {
         fixed_times,
         fixed_inclusion,
     ),
-    "bernoulli": Mode(
+    "bernoulli": DrawMode(
         bernoulli,
         lambda lists, rows, places, count: inclusion(lists.probabilities(rows, places), count),
         bernoulli_times,
         inclusion,
     ),
-    "iid": Mode(
+    "iid": DrawMode(
         independent,
         lambda lists, rows, places, count: count * lists.probabilities(rows, places),
         independent_times,

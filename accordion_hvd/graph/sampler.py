@@ -19,7 +19,7 @@ from accordion_hvd.graph.partition import checked_owners
 from accordion_hvd.graph.skew import RULES, SecondMomentGuard, Trace, skew_for
 from accordion_hvd.graph.structure import Array, Graph, check_nodes, flat
 
-MODES = tuple(draws.MODES)
+MODES = tuple(draws.DRAW_MODES)
 BASES = ("squared", "linear")
 
 
@@ -215,7 +215,7 @@ class Sampler:
         few, many = np.flatnonzero(degree <= fanout), np.flatnonzero(degree > fanout)
         local, skew = self._node_skews(targets[many], layer.hop, layer.epoch)
         lists = draws.Lists(start[many], degree[many], skew, local, self._is_local)
-        mode = draws.MODES[self.mode]
+        mode = draws.DRAW_MODES[self.mode]
         rows, places, times = mode.draw(lists, fanout, layer.random)
         weight = times / mode.expected(lists, rows, places, fanout)
         scale = weight
@@ -246,7 +246,7 @@ class Sampler:
         base = squares if self.base == "squared" else np.bincount(columns, weights, len(nodes))
         p = base / base.sum()
         q = self._layer_skewed(nodes, base, squares, layer.hop, layer.epoch)
-        mode = draws.MODES[self.mode]
+        mode = draws.DRAW_MODES[self.mode]
         times = mode.draw_one(q, size, layer.random)
         weight = times / mode.expected_one(q, size)
         scale = weight if self.reweight else times / mode.expected_one(p, size)

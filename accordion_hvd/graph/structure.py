@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd import check
+from accordion_hvd.ops.numpy import Array as Array
 
-Array = np.ndarray
 NORMALIZATIONS = ("symmetric", "mean")
 
 

@@ -20,10 +20,10 @@ from accordion_hvd.ops import quantization_torch as anywhere
 from accordion_hvd.ops.spec import BROKEN, FOLDS, LARGEST, Spec
 
 Tensor: TypeAlias = torch.Tensor
-Operation = TypeVar("Operation", bound=Callable[..., Any])
+_Operation = TypeVar("_Operation", bound=Callable[..., Any])
 
 
-def _numpy_on_cpu(operation: Operation) -> Operation:
+def _numpy_on_cpu(operation: _Operation) -> _Operation:
     """Run the NumPy operation of the same name on CPU tensors, and `operation` on others."""
     on_numpy = getattr(oracle, operation.__name__)
 

@@ -35,7 +35,7 @@ TINY = 1e-30
 
 MOMENTS = ("m", "v", "vmax", "count")
 
-RequestGenerator = Generator[Any, Any, tuple[Tensor, State, Tensor]]
+ReplicaGenerator = Generator[Any, Any, tuple[Tensor, State, Tensor]]
 """A part of an exchange that returns a gradient, the new state, and scratch memory."""
 
 
@@ -202,7 +202,7 @@ class CDAdam(ExactCDAdam):
         direction, state = self.stepped(mean, state, info, room)
         return xp.reshape(direction, shape), state
 
-    def _estimated(self, grad: Tensor, state: State, info: Info) -> RequestGenerator:
+    def _estimated(self, grad: Tensor, state: State, info: Info) -> ReplicaGenerator:
         """Return the gradient estimate, the state with new replicas, and scratch memory."""
         xp = namespace(grad)
         if info.phase == SILENT:
@@ -217,7 +217,7 @@ class CDAdam(ExactCDAdam):
         state = {**state, "estimate": xp.accumulate(state["estimate"], delta)}
         return state["estimate"], state, room
 
-    def _signed(self, grad: Tensor, state: State, info: Info) -> RequestGenerator:
+    def _signed(self, grad: Tensor, state: State, info: Info) -> ReplicaGenerator:
         """Return the servers' messages for all chunks, the state with new replicas, scratch memory.
 
         The exchange is `averaged` with other residuals. With `error` = -h_i, each rank's total is
@@ -242,7 +242,7 @@ class CDAdam(ExactCDAdam):
         delta, error, server = yield from averaged(*scaled, info, "l1", bits=bits)
         return delta * unit, error * unit, server * chunk_unit
 
-    def _slow(self, grad: Tensor, state: State, info: Info) -> RequestGenerator:
+    def _slow(self, grad: Tensor, state: State, info: Info) -> ReplicaGenerator:
         """Return the estimate G = H + c, the new state and scratch memory; p = `replica_lr` < 1.
 
         The server sends c = mean of c_i + (h - H) + s - s', where s and s' are its residuals before
@@ -272,7 +272,7 @@ class CDAdam(ExactCDAdam):
         server = xp.accumulate(state["server"], state["behind"])
         return {**state, "error": error, "server": server}
 
-    def _compressed(self, grad: Tensor, state: State, info: Info) -> RequestGenerator:
+    def _compressed(self, grad: Tensor, state: State, info: Info) -> ReplicaGenerator:
         """Run the compressor's exchange; its residual is -h_i, so that it sends C(g_i - h_i)."""
         xp, inner = namespace(grad), self.compressor
         assert inner is not None

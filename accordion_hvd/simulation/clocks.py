@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from accordion_hvd.comm.recording import Launch
+from accordion_hvd.ops.numpy import Array
 from accordion_hvd.simulation.links import Network
 from accordion_hvd.simulation.programs import FusionGroup, Program
-
-Array = np.ndarray
 
 PARTS = ("compute", "encode", "decode", "exposed", "idle")
 

@@ -15,8 +15,7 @@ import numpy as np
 
 from accordion_hvd import check
 from accordion_hvd.core.base import Compressor
-
-Array = np.ndarray
+from accordion_hvd.ops.numpy import Array
 
 
 @dataclass(frozen=True)

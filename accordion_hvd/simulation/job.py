@@ -25,6 +25,7 @@ from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.core.placement import consecutive
 from accordion_hvd.engine.layout import TensorInfo
+from accordion_hvd.ops.numpy import Array
 from accordion_hvd.ops.spec import ITEMSIZE
 from accordion_hvd.policies.base import Decision
 from accordion_hvd.resolve import resolve
@@ -35,13 +36,11 @@ from accordion_hvd.simulation.programs import (
     AveragingPrograms,
     GradientPrograms,
     Gradients,
+    NormSeries,
     Program,
-    Series,
     check_policy,
     falling_norms,
 )
-
-Array = np.ndarray
 
 PATIENCE = 1000
 """Failures without a commit between them after which a job counts as hopeless."""
@@ -93,7 +92,7 @@ def simulate_job(
     speeds: Sequence[float] | None = None,
     encoding: Throughput | None = None,
     failures: Failures | None = None,
-    evidence: Series | None = None,
+    evidence: NormSeries | None = None,
     lr: float | Callable[[int], float] = 0.1,
     skip: Sequence[str] = (),
     dtype: str = "float32",
@@ -156,7 +155,7 @@ def simulate_job(
         overlap,
     )
     times = (compute or Constant()).draw(ranks, steps, seed)
-    return Job(settings, times, failures or Failures(), seed).run()
+    return JobRun(settings, times, failures or Failures(), seed).run()
 
 
 def _gradients(
@@ -189,13 +188,13 @@ class _Settings:
     link: Link
     speeds: Array
     encoding: Throughput
-    evidence: Series
+    evidence: NormSeries
     lr: Callable[[int], float]
     backward: float
     overlap: bool
 
 
-class World:
+class JobWorld:
     """The ranks that take part, and what they do in each step.
 
     Args:
@@ -252,13 +251,13 @@ class _Kept:
     sent: float
 
 
-class Job:
+class JobRun:
     """A run of all steps, with failures; `times` are compute times in seconds, (steps, ranks)."""
 
     def __init__(self, settings: _Settings, times: Array, failures: Failures, seed: int) -> None:
         self._settings, self._times, self._failures = settings, times, failures
         self._hosts = list(range(settings.link.hosts(times.shape[1])))
-        self._world = World(settings, self._hosts)
+        self._world = JobWorld(settings, self._hosts)
         self._events = failures.draw(seed)
         self._next, self._place = next(self._events)
         self._kept: list[_Kept] = []
@@ -305,7 +304,7 @@ class Job:
             down = self._next + self._failures.detection + self._failures.restart
             self._next, self._place = next(self._events)
         if self._failures.elastic:
-            self._world = World(self._settings, self._hosts)
+            self._world = JobWorld(self._settings, self._hosts)
         self._world.restart(down)
         del self._kept[self._committed :]
         lost, ranks = failed - self._resumed, len(self._world.ranks)

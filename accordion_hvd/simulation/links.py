@@ -14,8 +14,7 @@ from accordion_hvd import check
 from accordion_hvd.comm.recording import Launch, Operation
 from accordion_hvd.core.base import Hosts, Neighbours, Request
 from accordion_hvd.core.placement import consecutive
-
-Array = np.ndarray
+from accordion_hvd.ops.numpy import Array
 
 
 @dataclass(frozen=True)
@@ -201,8 +200,8 @@ class _Places:
         spans: whether a group has several hosts.
     """
 
-    def __init__(self, members: Members, host: Array) -> None:
-        labels = members.labels if isinstance(members, Partition) else np.zeros_like(host)
+    def __init__(self, members: MemberTimes, host: Array) -> None:
+        labels = members.labels if isinstance(members, DisjointGroups) else np.zeros_like(host)
         width = host[-1] + 1
         found, self._count = np.unique(labels * width + host, return_counts=True)
         self.group, self.host = found // width, found % width
@@ -223,7 +222,7 @@ class _Places:
 
 
 # ----------------------------------------------- the ranks that wait for each other in an operation
-class Members(Protocol):
+class MemberTimes(Protocol):
     """The ranks that each rank waits for, itself included."""
 
     def latest(self, times: Array) -> Array:
@@ -244,7 +243,7 @@ class Everyone:
         return times.min()
 
 
-class Partition:
+class DisjointGroups:
     """Disjoint groups, which together contain all ranks.
 
     Args:
@@ -285,7 +284,7 @@ class Neighbourhood:
         return np.minimum.reduceat(times[self._waits], self._starts)
 
 
-def members_of_requests(requests: Mapping[int, Request], ranks: int) -> Members:
+def members_of_requests(requests: Mapping[int, Request], ranks: int) -> MemberTimes:
     """Return the groups of all ranks, given their requests of one kind; others wait for no one."""
     neighbours = {r: ask for r, ask in requests.items() if isinstance(ask, Neighbours)}
     if neighbours:
@@ -299,22 +298,22 @@ def members_of_requests(requests: Mapping[int, Request], ranks: int) -> Members:
     if len(named) < len(groups):
         return Everyone()
     others = set(range(ranks)) - {rank for group in named for rank in group}
-    return Partition([*named, *((rank,) for rank in sorted(others))])
+    return DisjointGroups([*named, *((rank,) for rank in sorted(others))])
 
 
-def members_of(group: Any, hosts: Hosts) -> Members:
+def members_of(group: Any, hosts: Hosts) -> MemberTimes:
     """Return the groups of all ranks, given these, that of rank 0, or None for all ranks.
 
     Raises:
         ValueError: if the group of rank 0 is neither a host nor the first ranks of all hosts.
     """
-    if isinstance(group, (Everyone, Partition, Neighbourhood)):
+    if isinstance(group, (Everyone, DisjointGroups, Neighbourhood)):
         return group
     if group is None or len(group) == sum(map(len, hosts)):
         return Everyone()
     for groups in (hosts, list(zip(*hosts, strict=False))):
         if group == groups[0]:
-            return Partition(groups)
+            return DisjointGroups(groups)
     check.refuse(
         "simulate_job", "group of rank 0", group, "all ranks, a host, or one rank per host"
     )

@@ -40,7 +40,7 @@ SKIPPED, PERIODS = 3, 9
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineCosts:
     """Costs of an engine's operations.
 
     Args:
@@ -60,9 +60,9 @@ class Engine:
     window: float = 4e6
 
 
-ENGINES = {
-    "horovod": Engine(1.2e-2, 5.5e-5, 7e-10, negotiates=True, cycle=1e-5, window=1.3e6),
-    "torch": Engine(6e-3, 7e-4, 1e-9, window=1.6e6),
+COSTS = {
+    "horovod": EngineCosts(1.2e-2, 5.5e-5, 7e-10, negotiates=True, cycle=1e-5, window=1.3e6),
+    "torch": EngineCosts(6e-3, 7e-4, 1e-9, window=1.6e6),
 }
 """Engines by name; `scripts/bench_plan.py fit` finds the numbers."""
 
@@ -131,7 +131,7 @@ def predict(
     steps: Sequence[Program],
     compute: float,
     cluster: Cluster,
-    engine: Engine,
+    engine: EngineCosts,
     backward: float = 2 / 3,
     overlap: bool = True,
 ) -> Prediction:
@@ -163,7 +163,7 @@ def predict(
 class GlooLink:
     """The time of Gloo's operations, and the bytes that hosts send."""
 
-    def __init__(self, cluster: Cluster, engine: Engine) -> None:
+    def __init__(self, cluster: Cluster, engine: EngineCosts) -> None:
         self.cluster, self._engine = cluster, engine
         self._cycle = 0.0  # begin of Horovod's next negotiation
 

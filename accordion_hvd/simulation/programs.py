@@ -44,7 +44,7 @@ from accordion_hvd.policies.accordion import Alternation
 from accordion_hvd.policies.base import Decision, Policy
 from accordion_hvd.policies.evidence import Evidence, Reading
 from accordion_hvd.simulation.compute_times import Throughput
-from accordion_hvd.simulation.links import Everyone, Members, members_of_requests
+from accordion_hvd.simulation.links import Everyone, MemberTimes, members_of_requests
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Program:
     batches: int = 1
     traffic: Traffic = field(default_factory=Traffic)
     levels: dict[str, str] = field(default_factory=dict)
-    together: Members = Everyone()
+    together: MemberTimes = Everyone()
 
     @property
     def work(self) -> float:
@@ -201,7 +201,7 @@ def _description(request: Request) -> tuple[Any, ...]:
 # generators are replaced: each runs once for each shape, level and phase, and its requests are then
 # repeated without values.
 
-Series = Callable[[str, int], float]
+NormSeries = Callable[[str, int], float]
 """(bucket name, step) -> evidence, such as the norm of the sum of a window's gradients."""
 
 
@@ -249,7 +249,7 @@ def fusion_groups(
     return tuple(groups)
 
 
-def falling_norms(steps: int) -> Series:
+def falling_norms(steps: int) -> NormSeries:
     """Return a series that falls from 10 to 1 in the first half of `steps`, then stays."""
     return lambda name, step: 1 + 9 * math.exp(-10 * step / steps)
 
@@ -257,7 +257,7 @@ def falling_norms(steps: int) -> Series:
 class Given(Evidence):
     """Evidence whose numbers come from a series instead of tensors."""
 
-    def __init__(self, evidence: Evidence, series: Series) -> None:
+    def __init__(self, evidence: Evidence, series: NormSeries) -> None:
         self.key, self.everywhere = evidence.key, evidence.everywhere
         self._follows, self._series = evidence.follows, series
 
@@ -302,7 +302,7 @@ class GradientPrograms:
         ranks: int,
         hosts: Hosts,
         encoding: Throughput,
-        series: Series,
+        series: NormSeries,
         lr: Callable[[int], float],
     ) -> None:
         self.policy = copy.deepcopy(policy)

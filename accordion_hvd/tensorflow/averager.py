@@ -18,7 +18,7 @@ from accordion_hvd.engine import guard as guards
 from accordion_hvd.engine.gradient_averager import GradientAverager
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.layout import TensorInfo, drifting
-from accordion_hvd.engine.membership import Gather, Group
+from accordion_hvd.engine.membership import Gather, Regrouping
 from accordion_hvd.engine.rehearsal import Pass, in_steps
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policies import Policy
@@ -164,7 +164,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         super().ranks_changed()
         self._retrace()
 
-    def regroup(self, gather: Gather, leader: int) -> Group | None:
+    def regroup(self, gather: Gather, leader: int) -> Regrouping | None:
         group = super().regroup(gather, leader)
         self._retrace()
         return group

@@ -13,7 +13,7 @@ from accordion_hvd.comm.horovod.tensorflow import HorovodCommunicator
 from accordion_hvd.comm.local import connect
 from accordion_hvd.core.base import Tensor
 from accordion_hvd.engine import checkpoint
-from accordion_hvd.engine.averages import Parameters
+from accordion_hvd.engine.averages import ModelParameters
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.engine.model_averager import ModelAverager
@@ -31,7 +31,7 @@ from accordion_hvd.tensorflow.variables import (
 )
 
 
-class Variables(Parameters):
+class Variables(ModelParameters):
     """Floating-point variables of Keras or TensorFlow.
 
     Args:
@@ -53,7 +53,7 @@ class Variables(Parameters):
             plain(variable).assign(value)
 
 
-class Passing(Parameters):
+class Passing(ModelParameters):
     """Values that a graph passes to Python and takes back."""
 
     def __init__(self, values: Sequence[Tensor]) -> None:
@@ -115,7 +115,7 @@ class TensorFlowModelAverager(ModelAverager):
         if self._begun is not None:
             self._begun.assign(False)
 
-    def prepare(self, given: Parameters | None = None) -> None:
+    def prepare(self, given: ModelParameters | None = None) -> None:
         """Prepare for a step; RuntimeError if no variables are known."""
         if not (self.single_rank or self.ready or self.parameters.tensors()):
             raise RuntimeError(
@@ -125,7 +125,7 @@ class TensorFlowModelAverager(ModelAverager):
         super().prepare(given)
 
     # ----------------------------------------------------------------- around the optimizer's step
-    def follow(self, slots: Parameters) -> Any:
+    def follow(self, slots: ModelParameters) -> Any:
         """Apply the policy's decision whether models are averaged; call it before each step.
 
         Args:
@@ -189,7 +189,10 @@ class TensorFlowModelAverager(ModelAverager):
         rates = tf.cast(rate, tf.float32)
         self._within(self.parameters, lambda given, lr: self.average(float(lr), given), rates)
 
-    def _within(self, parameters: Parameters, act: Callable[..., None], *inputs: Tensor) -> None:
+    def _within(
+        self, parameters: ModelParameters, act: Callable[..., None], *inputs: Tensor
+    ) -> None:
+
         def work(*given: Tensor) -> list[Tensor]:
             passing = Passing(given[len(inputs) :])
             self.directly(few_threads())

@@ -23,7 +23,7 @@ from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policies import Policy
 from accordion_hvd.tensorflow.variables import create
 
-Traced = tuple[list[Tensor], list[tuple[State, State, Any]], Any]
+TracedStep = tuple[list[Tensor], list[tuple[State, State, Any]], Any]
 """Means by tensor; new state, evidence and carried residual by bucket; whether the step is bad."""
 
 
@@ -259,7 +259,7 @@ class TensorFlowExchange(Exchange):
 
     def _trace_step(
         self, grads: Sequence[Tensor], lr: Any, weights: Sequence[Tensor], present: Tensor | None
-    ) -> Traced:
+    ) -> TracedStep:
         for entry in self.bucket_states:
             entry.stored = {key: tf.identity(value) for key, value in (entry.stored or {}).items()}
             entry.evidence = {key: tf.identity(value) for key, value in entry.evidence.items()}
@@ -286,7 +286,7 @@ class TensorFlowExchange(Exchange):
         lr: Any,
         weights: Sequence[Tensor],
         present: Tensor | None,
-    ) -> Traced:
+    ) -> TracedStep:
         variables = [(s.stored or {}, s.evidence, s.carried) for s in self.bucket_states]
         self._turn = turn
         try:

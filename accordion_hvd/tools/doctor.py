@@ -161,11 +161,11 @@ def probe_all() -> dict[str, Outcome]:
 # --- findings ------------------------------------------------------------------------------
 
 
-Row = tuple[object, str, str, str]
+Probe = tuple[object, str, str, str]
 """Whether the row applies; if so, status, facts and advice."""
 
 
-def _verdict(name: str, what: str, rows: Sequence[Row]) -> Finding:
+def _verdict(name: str, what: str, rows: Sequence[Probe]) -> Finding:
     """Return the finding of the first row that applies; if none does, `what` is ok."""
     found = next((row[1:] for row in rows if row[0]), (OK, what))
     return Finding(name, *found)

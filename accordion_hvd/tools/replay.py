@@ -15,7 +15,7 @@ import click
 
 from accordion_hvd.tools.text import Misuse, number_of, short, table
 
-Row = dict[str, Any]
+HistoryRow = dict[str, Any]
 COLUMNS = ("step", "window", "layer", "compressor", "norm", "change", "lr", "reason")
 WHOLE = ("(batch size)", "(model)")
 """Names of decisions about the entire model, which `Replay` cannot repeat."""
@@ -33,7 +33,7 @@ class History:
     """
 
     place: Path
-    rows: list[Row]
+    rows: list[HistoryRow]
     policy: str = ""
     layers: tuple[str, ...] = ()
 
@@ -47,7 +47,7 @@ class History:
         found = {name: start_of(policy, name) for name in names if name not in WHOLE}
         return {name: start for name, start in found.items() if start}
 
-    def switches(self) -> list[Row]:
+    def switches(self) -> list[HistoryRow]:
         """Return the decisions that changed a compressor."""
         before, found = dict(self.starts), []
         for row in self.rows:
@@ -175,13 +175,13 @@ def _summary(history: History, number: int, count: int) -> str:
     return "\n".join(filter(None, [place, history.policy, f"{text}, {steps}, {changes}"]))
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _table(rows: Sequence[HistoryRow]) -> str:
     cells = [[_cell(row, column) for column in COLUMNS] for row in rows]
     left = [i for i, name in enumerate(COLUMNS) if name in ("layer", "compressor", "reason")]
     return table([COLUMNS, *cells], left, sparse=True)
 
 
-def _cell(row: Row, column: str) -> str:
+def _cell(row: HistoryRow, column: str) -> str:
     value: Any = row.get("name" if column == "layer" else column)
     if not _finite(value):
         return ""

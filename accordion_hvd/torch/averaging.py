@@ -25,7 +25,7 @@ import torch
 
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.engine import checkpoint
-from accordion_hvd.engine.averages import Parameters
+from accordion_hvd.engine.averages import ModelParameters
 from accordion_hvd.engine.controls import Controls, ModelControls
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.layout import TensorInfo
@@ -185,7 +185,7 @@ class _ModelAveraging:
     def synchronize(self: Any) -> None:
         """Do nothing, because gradients are not averaged."""
 
-    def _statistics(self: Any, model: torch.nn.Module) -> Parameters:
+    def _statistics(self: Any, model: torch.nn.Module) -> ModelParameters:
         return Tensors(list(model.named_buffers()))
 
     @staticmethod
@@ -193,7 +193,7 @@ class _ModelAveraging:
         return None
 
 
-class Tensors(Parameters):
+class Tensors(ModelParameters):
     """The floating-point ones of these tensors."""
 
     def __init__(self, named: Named) -> None:

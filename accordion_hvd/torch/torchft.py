@@ -45,7 +45,7 @@ from accordion_hvd.comm.local import LocalCommunicator
 from accordion_hvd.comm.torch_distributed.communicator import ConnectionLost, QuorumCommunicator
 from accordion_hvd.core.base import Allgather, ExchangeGenerator
 from accordion_hvd.engine.guard import Guard
-from accordion_hvd.engine.membership import Group, Part
+from accordion_hvd.engine.membership import Part, Regrouping
 from accordion_hvd.engine.saved_state import SavedState
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.resolve import Compression
@@ -317,7 +317,7 @@ def _absent(saved: dict[str, Any] | None) -> Communicator:
     return link
 
 
-def _report(group: Group, norms: list[float]) -> None:
+def _report(group: Regrouping, norms: list[float]) -> None:
     others = ", ".join(f"{norm:.3g}" for norm in norms)
     logger.warning(
         "accordion_hvd: replicas %s of %d ended without a handover or missed a commit. Their "

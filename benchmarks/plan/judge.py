@@ -11,10 +11,10 @@ import numpy as np
 
 from accordion_hvd.comm import fp16_reduction
 from accordion_hvd.simulation.prediction import (
-    ENGINES,
+    COSTS,
     GOODPUT,
     Cluster,
-    Engine,
+    EngineCosts,
     Prediction,
     predict,
 )
@@ -80,7 +80,9 @@ def key_of(cell: Cell, method: str) -> Key:
 
 
 def predictions(
-    cell: Cell, rehearsed: Mapping[Key, Rehearsed], engines: Mapping[str, Engine] = ENGINES
+    cell: Cell,
+    rehearsed: Mapping[Key, Rehearsed],
+    engines: Mapping[str, EngineCosts] = COSTS,
 ) -> dict[str, Prediction]:
     """Return the predicted step of each method."""
     found = {}
@@ -93,11 +95,11 @@ def predictions(
 
 def fit(
     cells: Sequence[Cell], measured: Mapping[str, Any], rehearsed: Mapping[Key, Rehearsed]
-) -> dict[str, Engine]:
+) -> dict[str, EngineCosts]:
     """Return engines whose predictions fit the cells, by a search along each number."""
-    engines = dict(ENGINES)
+    engines = dict(COSTS)
 
-    def loss(trial: Mapping[str, Engine]) -> float:
+    def loss(trial: Mapping[str, EngineCosts]) -> float:
         return float(np.mean([abs(np.log(r)) for r in ratios(cells, measured, rehearsed, trial)]))
 
     best = loss(engines)
@@ -122,7 +124,7 @@ def ratios(
     cells: Sequence[Cell],
     measured: Mapping[str, Any],
     rehearsed: Mapping[Key, Rehearsed],
-    engines: Mapping[str, Engine] = ENGINES,
+    engines: Mapping[str, EngineCosts] = COSTS,
 ) -> list[float]:
     """Return predicted over measured time of each method in each cell."""
     found = []

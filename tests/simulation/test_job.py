@@ -44,7 +44,7 @@ from accordion_hvd.simulation import (
     simulate,
     simulate_job,
 )
-from accordion_hvd.simulation.links import Everyone, HostLinks, Neighbourhood, Partition
+from accordion_hvd.simulation.links import DisjointGroups, Everyone, HostLinks, Neighbourhood
 from benchmarks.averaging.virtual_time import train
 
 FREE = Link(0.0, math.inf)
@@ -138,13 +138,13 @@ def test_bytes_of_hosts() -> None:
     """A ring's messages leave each host once; those of an alltoall leave it once per rank."""
     dense = job("dense", 16, 3, link=Link(local_size=4))
     assert dense.sent_by_host == pytest.approx(dense.sent_by_rank)
-    link, column = Link(local_size=4), Partition([range(i, 16, 4) for i in range(4)])
+    link, column = Link(local_size=4), DisjointGroups([range(i, 16, 4) for i in range(4)])
     links = HostLinks(link, 16)
     sent = links.sent(Operation("allreduce", 100.0, column))
     assert sent == pytest.approx(4 * 2 * 3 / 4 * 100)  # four groups share each host's link
     sent = links.sent(Operation("alltoall", 160.0))
     assert sent == pytest.approx(4 * 12 * 10)
-    hosts = Partition([range(i, i + 4) for i in (0, 4, 8, 12)])
+    hosts = DisjointGroups([range(i, i + 4) for i in (0, 4, 8, 12)])
     assert links.sent(Operation("alltoall", 16.0, hosts)) == 0
 
 
@@ -179,7 +179,7 @@ def test_the_slowest_link_bounds_a_ring(slow: int) -> None:
     cost = price(Link(0.0, tuple(bandwidth), "ring"), operation, Everyone(), 8)
     assert cost == pytest.approx(price(Link(0.0, 1e8, "ring"), operation, Everyone(), 8))
     assert cost >= ring(np.full(8, 1e7), np.zeros(8), bandwidth) * 0.99
-    groups = Partition([[0, 1, 2, 3], [4, 5, 6, 7]])
+    groups = DisjointGroups([[0, 1, 2, 3], [4, 5, 6, 7]])
     times = price(Link(0.0, tuple(bandwidth), "ring"), operation, groups, 8)
     assert (np.argsort(times, kind="stable")[-4:] // 4 == slow // 4).all()
     assert times.max() == pytest.approx(10 * times.min())
@@ -206,7 +206,7 @@ def test_links_within_hosts() -> None:
     operation = Operation("allreduce", 1e6)
     whole = price(outside, operation, Everyone(), 16)
     assert whole == pytest.approx(4 * 1e-3 + 2 * 15 / 16 * 1e-3 + 4 * 1e-6)
-    hosts = Partition([range(i, i + 4) for i in (0, 4, 8, 12)])
+    hosts = DisjointGroups([range(i, i + 4) for i in (0, 4, 8, 12)])
     near = price(outside, operation, hosts, 16)
     assert near == pytest.approx(4 * 1e-6 + 1.5 * 1e-4)
     assert not price(Link(1e-3, 1e9, local_size=4), operation, hosts, 16).any()

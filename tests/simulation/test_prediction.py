@@ -14,7 +14,7 @@ from accordion_hvd.ops import numpy as xp
 from accordion_hvd.resolve import resolve
 from accordion_hvd.simulation import Link, simulate_job
 from accordion_hvd.simulation.prediction import (
-    ENGINES,
+    COSTS,
     SEGMENT,
     Cluster,
     GlooLink,
@@ -49,7 +49,7 @@ def rehearse(spec: str, ranks: int = 4, native_fp16: bool = True) -> list[Progra
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_rehearsed_bytes_are_those_of_a_job(spec: str, ranks: int) -> None:
     steps = rehearse(spec, ranks)
-    link = GlooLink(Cluster(ranks), ENGINES["torch"])
+    link = GlooLink(Cluster(ranks), COSTS["torch"])
     sent = sum(sum(map(link.sent, step.operations)) for step in steps) / len(steps)
     job = simulate_job(SHAPES, spec, ranks, 12, link=Link())
     assert sent == pytest.approx(job.sent_by_rank, rel=0.02, abs=64)
@@ -79,16 +79,16 @@ def test_policies_that_change_the_compressor_are_refused() -> None:
 def seconds(spec: str, engine: str = "torch", **settings: float) -> float:
     (step, *_) = rehearse(spec)
     cluster = Cluster(**{"hosts": 4, "bandwidth": 1e6, "cores": 4, **settings})  # type: ignore
-    return predict([step], 0.01, cluster, ENGINES[engine]).seconds
+    return predict([step], 0.01, cluster, COSTS[engine]).seconds
 
 
-@pytest.mark.parametrize("engine", sorted(ENGINES))
+@pytest.mark.parametrize("engine", sorted(COSTS))
 @pytest.mark.parametrize("spec", ["dense", "powersgd:2", "topk:0.01", "qsgd:4"])
 def test_worse_links_and_shared_cores_take_longer(engine: str, spec: str) -> None:
     steps = rehearse(spec)
 
     def took(cluster: Cluster) -> float:
-        return predict(steps, 0.01, cluster, ENGINES[engine]).seconds
+        return predict(steps, 0.01, cluster, COSTS[engine]).seconds
 
     best = Cluster(4, bandwidth=1e9, cores=4)
     for worse in (
@@ -108,7 +108,7 @@ def test_what_is_sent_late_arrives_late(overlap: bool) -> None:
     def took(encode: float) -> float:
         late = [replace(x, encode=encode, decode=(0.0,) * len(x.decode)) for x in step.groups]
         steps = [Program(tuple(late), encode)]
-        return predict(steps, 0.01, cluster, ENGINES["torch"], overlap=overlap).seconds
+        return predict(steps, 0.01, cluster, COSTS["torch"], overlap=overlap).seconds
 
     assert took(0.5) - took(0.1) == pytest.approx(0.4, rel=1e-6)
 
@@ -134,7 +134,7 @@ def test_a_distant_link_takes_the_round_trips_of_its_rings(engine: str, trips: i
 def test_the_bandwidth_follows_from_the_time_of_an_allreduce(
     bandwidth: float, ranks: int, rtt: float
 ) -> None:
-    engine = replace(ENGINES["torch"], byte=0.0, hop=0.0, window=1e12)
+    engine = replace(COSTS["torch"], byte=0.0, hop=0.0, window=1e12)
     link = GlooLink(Cluster(ranks, bandwidth=bandwidth, rtt=rtt), engine)
     size = ranks * float(SEGMENT)
     (took,) = link.run([(0.0, ((Operation("allreduce", size),),))])
@@ -146,16 +146,16 @@ def test_the_bandwidth_follows_from_the_time_of_an_allreduce(
 
 def test_ranks_of_a_host_send_nothing_to_other_hosts() -> None:
     steps = rehearse("dense")
-    alone = predict(steps, 0.01, Cluster(1, 4, 1e6, 1.0, 4), ENGINES["torch"])
+    alone = predict(steps, 0.01, Cluster(1, 4, 1e6, 1.0, 4), COSTS["torch"])
     assert alone.sent == 0 and alone.seconds < 0.1
-    shared = predict(steps, 0.01, Cluster(2, 2, 1e6, 0.0, 4), ENGINES["torch"])
-    own = predict(steps, 0.01, Cluster(4, 1, 1e6, 0.0, 4), ENGINES["torch"])
+    shared = predict(steps, 0.01, Cluster(2, 2, 1e6, 0.0, 4), COSTS["torch"])
+    own = predict(steps, 0.01, Cluster(4, 1, 1e6, 0.0, 4), COSTS["torch"])
     assert shared.sent == own.sent  # of a ring, one rank's messages leave each host
 
 
 def test_no_step_is_shorter_than_its_work_on_shared_cores() -> None:
     steps = rehearse("topk:0.01")
-    found = predict(steps, 0.01, Cluster(4, bandwidth=1e9, cores=0.5), ENGINES["horovod"])
+    found = predict(steps, 0.01, Cluster(4, bandwidth=1e9, cores=0.5), COSTS["horovod"])
     assert found.compute == pytest.approx(0.02)
     assert found.seconds >= found.compute + found.work and found.exposed >= 0
 

@@ -44,7 +44,7 @@ from accordion_hvd import (
     simulate,
 )
 from accordion_hvd.engine import checkpoint
-from accordion_hvd.engine.averages import Parameters
+from accordion_hvd.engine.averages import ModelParameters
 from accordion_hvd.engine.checkpoint import save_state
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.layout import TensorInfo
@@ -260,7 +260,7 @@ def save_gradients(kind: Kind, folder: Path) -> World:
 
 
 # ------------------------------------------------------------------------------------------- models
-class Model(Parameters):
+class Model(ModelParameters):
     """Model of one rank."""
 
     def __init__(self) -> None:

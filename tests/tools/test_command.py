@@ -17,7 +17,7 @@ from click.testing import CliRunner
 import accordion_hvd
 from accordion_hvd.simulation import prediction
 from accordion_hvd.tools.command import main
-from accordion_hvd.tools.plan.command import ENGINES
+from accordion_hvd.tools.plan.command import ENGINE_NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRY = "from accordion_hvd.tools.command import main; main(prog_name='accordion-hvd')"
@@ -58,7 +58,7 @@ def test_start_up_imports_no_framework_and_no_array() -> None:
 
 
 def test_engines_are_those_of_predictions() -> None:
-    assert set(ENGINES) == set(prediction.ENGINES)
+    assert set(ENGINE_NAMES) == set(prediction.COSTS)
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ def _rate(word: str) -> float:
     return math.inf if bits is None else bits
 
 
-ENGINES = ("horovod", "torch")
-"""Names of `accordion_hvd.simulation.prediction.ENGINES`, whose import takes time."""
+ENGINE_NAMES = ("horovod", "torch")
+"""Names of `accordion_hvd.simulation.prediction.COSTS`, whose import takes time."""
 
 EXAMPLE = "accordion_hvd.tools.plan.example:build"
 
@@ -56,7 +56,7 @@ RATE, TIME = Quantity("rate", _rate), Quantity("time", parse_time)
 @click.option("--rtt", type=TIME, default="none", help="Round-trip time of two hosts, as 20ms.")
 @click.option("--cores", type=float, help="Cores of each host; by default, as here.")
 @click.option("--compute", type=TIME, help="Time of a step without an exchange, as 120ms.")
-@click.option("--engine", type=click.Choice(ENGINES), help="By default as installed.")
+@click.option("--engine", type=click.Choice(ENGINE_NAMES), help="By default as installed.")
 @click.option("--price", type=float, help="Price of an hour of the job.")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="File for the results.")
 def plan(

@@ -15,7 +15,7 @@ from accordion_hvd.comm.recording import Operation
 from accordion_hvd.core.base import Allreduce
 from accordion_hvd.resolve import resolve
 from accordion_hvd.simulation.prediction import (
-    ENGINES,
+    COSTS,
     SEGMENT,
     Cluster,
     Prediction,
@@ -126,7 +126,7 @@ def row(
     model: Model, configuration: str, steps: Sequence[Program], cluster: Cluster, engine: str
 ) -> Row:
     """Return the predicted cost of a configuration, given the result of `rehearse`."""
-    found = predict(steps, model.compute, cluster, ENGINES[engine], model.backward, model.overlap)
+    found = predict(steps, model.compute, cluster, COSTS[engine], model.backward, model.overlap)
     return Row(**vars(found), configuration=configuration)
 
 
