@@ -38,12 +38,15 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r t d; \
 		do printf '  make %-16s %s\n' "$$t" "$$d"; done
 
-setup: ## make .venv with PyTorch, TensorFlow, Open MPI and Horovod (CPU); quick when up to date
-	@test -n "$(PYTHON)" || { echo "setup: no Python 3.10 to 3.13 was found: install it" \
-		"(Debian: apt-get install python3.11 python3.11-venv python3.11-dev)." >&2; exit 1; }
-	@$(PYTHON) scripts/setup_env.py
+SET_UP = test -n "$(PYTHON)" || { echo "setup: no Python 3.10 to 3.13 was found: install it" \
+	"(Debian: apt-get install python3.11 python3.11-venv python3.11-dev)." >&2; exit 1; }; \
+	$(PYTHON) scripts/setup_env.py
 
-demo: setup ## a first look: digits with four workers, in PyTorch and in Keras
+setup: ## make .venv with PyTorch, TensorFlow, Open MPI and Horovod (CPU); quick when up to date
+	@$(SET_UP)
+
+demo: ## a first look: digits with four workers, in PyTorch and in Keras
+	@$(SET_UP) demo
 	@$(IN_VENV) $(RUN) scripts/demo.py
 
 test: setup ## run the tests that must pass before a commit lands; PYTEST_ARGS adds options

@@ -51,6 +51,12 @@ def command(ranks: int, program: Sequence[str | Path], *, mpi: bool = True) -> l
     return [horovodrun, "--gloo", "-np", str(ranks), *python]
 
 
+def torchrun(ranks: int, program: Sequence[str | Path]) -> list[str]:
+    """Return the command that starts a Python program on several ranks of torch.distributed."""
+    module = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [sys.executable, *module, *map(str, program)]
+
+
 def environment() -> Mapping[str, str]:
     """Return the environment of a command: ranks share the cores and find the project."""
     paths = {"PATH": _path(), "PYTHONPATH": _first(ROOT, "PYTHONPATH")}

@@ -10,12 +10,17 @@ until the learning rate falls and high compression afterwards.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib.util
 import multiprocessing
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +50,7 @@ class Settings(config.Settings):
         simulated: whether to simulate the workers in one process per core, without Keras.
     """
 
-    seeds: int = 3
+    seeds: int = 1
     simulated: bool = False
 
     def __post_init__(self) -> None:
@@ -113,11 +118,38 @@ def work(framework: str, arguments: list[str]) -> None:
                 start.run(framework, dataclasses.replace(chosen, output=place, seed=seed))
 
 
+@contextlib.contextmanager
+def horovod(folder: Path) -> Iterator[Callable[[], None]]:
+    """Build Horovod in the background if it is missing; yield a function that waits for it."""
+    if importlib.util.find_spec("horovod"):
+        yield lambda: None
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "build_horovod.txt"
+    print(f"Horovod, for Keras, is being built in the meantime; see {log}.", flush=True)
+    # Ranks wait for each other, so that the compiler takes what they leave of the cores.
+    command = ["nice", sys.executable, HERE.with_name("setup_env.py"), "horovod"]
+    with log.open("w") as output:
+        build = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+
+    def wait() -> None:
+        if build.wait():
+            print(log.read_text(), file=sys.stderr)
+            command_line.stop("demo: Horovod was not built, so that Keras cannot train.")
+
+    try:
+        yield wait
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.killpg(build.pid, signal.SIGTERM)  # with its compilers
+
+
 def launch(framework: str, arguments: list[str]) -> None:
     """Start the ranks; show their output without the launcher's prefixes."""
     print(f"{report.FRAMEWORKS[framework]}, {RANKS} workers ...", flush=True)
+    start_ranks = launcher.torchrun if framework == "torch" else launcher.command
     try:
-        command = launcher.command(RANKS, [HERE, "--work", framework, *arguments])
+        command = start_ranks(RANKS, [HERE, "--work", framework, *arguments])
     except launcher.NoLauncher as error:
         command_line.stop(f"demo: {error}")
     process = subprocess.Popen(
@@ -184,12 +216,15 @@ def main(arguments: list[str]) -> None:
     configurations(settings)  # ends the process if they are invalid
     folder = Path(settings.output) / settings.name
     runs: Runs = {}
-    for framework in ("simulated",) if settings.simulated else ("torch", "keras"):
-        if framework == "simulated":
-            simulate_all(settings)
-        else:
-            launch(framework, arguments)
-        runs |= collect(settings, framework)
+    if settings.simulated:
+        simulate_all(settings)
+        runs |= collect(settings, "simulated")
+    else:
+        with horovod(folder) as is_built:
+            launch("torch", arguments)
+            is_built()
+            launch("keras", arguments)
+        runs |= collect(settings, "torch") | collect(settings, "keras")
     table = report.table(runs)
     (folder / "table.md").write_text(tables.as_markdown(table) + "\n")
     report.picture(runs, folder / "demo.png")

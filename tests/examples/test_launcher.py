@@ -68,3 +68,9 @@ def test_the_environment_finds_the_project_and_keeps_the_callers_values(
     found = launcher.environment()
     assert found["OMP_NUM_THREADS"] == "3" and found["TF_NUM_INTEROP_THREADS"] == "1"
     assert found["PYTHONPATH"].startswith(str(launcher.ROOT))
+
+
+def test_torchrun_is_that_of_this_python() -> None:
+    words = launcher.torchrun(4, PROGRAM)
+    assert words[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert words[-4:] == ["4", *PROGRAM]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import math
 import os
 import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -193,6 +196,43 @@ def test_the_demo_needs_an_epoch_where_the_rate_falls(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         compared("--schedule", "cosine", "--drops", "[]")
     assert "schedule is 'cosine', but must be 'drops'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Return the demo where Horovod is missing, and in a folder of its own."""
+    spec = importlib.util.spec_from_file_location("demo", SCRIPTS / "demo.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "demo", module)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    module.HERE = tmp_path / "demo.py"
+    return module
+
+
+def test_the_demo_says_why_horovod_was_not_built(
+    demo: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "setup_env.py").write_text("import sys; print(sys.argv[1]); sys.exit('no g++')")
+    with demo.horovod(tmp_path / "runs") as is_built, pytest.raises(SystemExit):
+        is_built()
+    found = capsys.readouterr()
+    assert "see " + str(tmp_path / "runs" / "build_horovod.txt") in found.out
+    assert "horovod\n" in found.err and "no g++" in found.err and "Keras cannot" in found.err
+
+
+def test_a_demo_that_ends_early_stops_building_horovod(demo: ModuleType, tmp_path: Path) -> None:
+    program = "import subprocess, time; subprocess.Popen(['sleep', '60']); print('x', flush=True)"
+    (tmp_path / "setup_env.py").write_text(f"{program}; time.sleep(60)")
+    began = time.monotonic()
+    with pytest.raises(KeyError), demo.horovod(tmp_path) as is_built:
+        while not (tmp_path / "build_horovod.txt").read_text():
+            time.sleep(0.05)
+        raise KeyError
+    with pytest.raises(SystemExit):
+        is_built()  # which has been ended, and does not sleep for a minute
+    assert time.monotonic() - began < 30
 
 
 # ---------------------------------------------------------------------------------- the processes
