@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -87,29 +89,96 @@ for task in "${tasks[@]}"; do wait "$task" || exit 1; done
 """
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
-@pytest.mark.parametrize(("number", "tasks", "cores"), [(0, 1, 2), (2, 2, 1)])
-def test_scripts_for_slurm_run(number: int, tasks: int, cores: int, tmp_path: Path) -> None:
-    """The files with torchrun and with srun alone train with two ranks, on one node."""
+MODULE = """
+# Stands for environment modules: does what the two commands in the modulefile say.
+module() {
+    while read -r command name value; do case "$command" in
+        prepend-path) export "$name=$value:${!name}" ;;
+        setenv) export "$name=$value" ;;
+    esac; done < "modules/$2"
+}
+"""
+
+DOCKER = """#!/bin/bash
+# Stands for docker: runs the command of a container here, in the folder that is mounted.
+[[ "$1" == run ]] && shift
+while [[ "$1" == -* ]]; do [[ "$1" == --rm ]] || shift; shift; done
+exec "${@:2}"
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> dict[str, str]:
+    """Make a folder with train.py and stand-ins; return the environment of commands there."""
     need("torchrun")
     (tmp_path / "train.py").write_text(blocks("getting-started/torchrun.md", "python")[0])
-    (tmp_path / "bin").mkdir()
     python = f'#!/bin/bash\nexec {sys.executable} "$@"\n'
-    texts = {"srun": SRUN, "scontrol": "#!/bin/bash\necho localhost\n", "python": python}
-    for name, text in texts.items():
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "bin" / "activate").touch()
-    environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), "SLURM_NNODES": "1", "SLURM_NTASKS": str(tasks),
-        "SLURM_CPUS_PER_TASK": str(cores), "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "localhost",
-        "PATH": f"{tmp_path}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
+    texts = {"srun": SRUN, "scontrol": "#!/bin/bash\necho localhost\n", "docker": DOCKER}
+    for folder, programs in {".venv": {"python": python}, "stand_ins": texts}.items():
+        (tmp_path / folder / "bin").mkdir(parents=True)
+        for name, text in programs.items():
+            (tmp_path / folder / "bin" / name).write_text(text)
+            (tmp_path / folder / "bin" / name).chmod(0o755)
+    (tmp_path / ".venv/bin/activate").write_text(f"PATH={tmp_path}/.venv/bin:$PATH")
+    (tmp_path / "modules").mkdir()
+    module = blocks("getting-started/slurm.md", "tcl")[0].replace("/shared/accordion_hvd", ".")
+    (tmp_path / "modules/accordion_hvd").write_text(module)
+    (tmp_path / "module.sh").write_text(MODULE)
+    path = f"{tmp_path}/stand_ins/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {
+        **os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1",
+        "BASH_ENV": str(tmp_path / "module.sh"),
     }  # fmt: skip
+
+
+def trained(output: str) -> bool:
+    return output.count("epoch 8:") == 1 and "PowerSGD(rank=1)" in output
+
+
+@pytest.mark.nightly
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("number", "tasks", "cores", "load"),
+    [(0, 1, 2, ". .venv/bin/activate"), (2, 2, 1, "module load accordion_hvd")],
+    ids=["torchrun", "srun and a module"],
+)
+def test_scripts_for_slurm_run(
+    number: int, tasks: int, cores: int, load: str, tmp_path: Path, site: dict[str, str]
+) -> None:
+    """The files with torchrun and with srun alone train with two ranks, on one node."""
+    site |= {
+        "SLURM_NNODES": "1", "SLURM_NTASKS": str(tasks), "SLURM_CPUS_PER_TASK": str(cores),
+        "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "localhost",
+    }  # fmt: skip
+    script = blocks("getting-started/slurm.md", "sh")[number]
+    assert ". .venv/bin/activate" in script
     done = subprocess.run(
-        ["bash", "-c", blocks("getting-started/slurm.md", "sh")[number]],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280,
+        ["bash", "-c", script.replace(". .venv/bin/activate", load)],
+        cwd=tmp_path, env=site, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("epoch 8:") == 1 and "PowerSGD(rank=1)" in done.stdout, done.stdout
+    assert done.returncode == 0 and trained(done.stdout), done.stdout + done.stderr[-3000:]
+
+
+@pytest.mark.nightly
+@pytest.mark.launch
+def test_containers_on_two_machines_meet(tmp_path: Path, site: dict[str, str]) -> None:
+    """Both machines are this one."""
+    command = blocks("recipes.md", "sh")[-1]
+    assert "--network host" in command and command.count("docker") == 1
+    site["HEAD"] = "localhost"
+    with (tmp_path / "output").open("w") as output:
+        machines = [
+            subprocess.Popen(
+                ["bash", "-c", command], cwd=tmp_path, env=site, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )
+            for _ in range(2)
+        ]  # fmt: skip
+    try:
+        found = [machine.wait(timeout=280) for machine in machines]
+    finally:
+        for machine in machines:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(machine.pid, signal.SIGKILL)
+    text = (tmp_path / "output").read_text()
+    assert found == [0, 0] and trained(text), text
