@@ -97,8 +97,9 @@ class Environment:
         text = (ROOT / f"docs/getting-started/{page}.md").read_text()
         found = re.search(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
         assert found is not None
-        (self.folder / f"{page}.py").write_text(found[1])
-        self.run([*launcher, f"{page}.py"], "PowerSGD(rank=1)", TF_CPP_MIN_LOG_LEVEL="3")
+        script = f"train_{page}.py"  # not horovod.py, which would hide the module
+        (self.folder / script).write_text(found[1])
+        self.run([*launcher, script], "PowerSGD(rank=1)", TF_CPP_MIN_LOG_LEVEL="3")
 
 
 def check(environment: Environment, kind: str) -> None:
