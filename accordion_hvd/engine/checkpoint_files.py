@@ -23,6 +23,7 @@ import os
 import re
 import secrets
 import socket
+import threading
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -38,6 +39,7 @@ _FOLDER = re.compile(r"state-(\d{5,})")
 _CHUNK = 1 << 20
 _MOST_NAMED = 10  # missing files in a message
 _SAFELY = os.O_NOFOLLOW | os.O_CLOEXEC  # through no link
+_PARSING = threading.Lock()  # `ast`, which reads headers, may fail in two threads (Python 3.11.7)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 
 
@@ -358,7 +360,7 @@ def read_arrays(path: Path, prefix: str) -> dict[str, np.ndarray]:
 
 
 def _array(archive: zipfile.ZipFile, row: zipfile.ZipInfo) -> np.ndarray:
-    with archive.open(row) as file:
+    with _PARSING, archive.open(row) as file:
         version = np.lib.format.read_magic(file)
         if version != (1, 0):
             raise Damaged(f"array {row.filename} has format {version}, but must have (1, 0)")

@@ -602,3 +602,28 @@ def test_files_are_checked_before_the_manifest_is_written(tmp_path: Path) -> Non
     with pytest.raises(checkpoint_files.Damaged, match=r"ranks \[0, 1\] of 2 are missing"):
         checkpoint_files.write_manifest(tmp_path, {"ranks": 2, "files": [], "exchanges": []})
     assert names(tmp_path) == []
+
+
+def test_threads_read_at_the_same_time(tmp_path: Path) -> None:
+    path = checkpoint_files.rank_file(tmp_path, 0, 1)
+    np.savez(path, **{str(size): np.zeros(size) for size in range(10)})
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:  # in any allocation, even of `ast`
+            time.sleep(0)
+
+    def read(_: Any) -> None:
+        for _ in range(20):
+            Garbage()
+            checkpoint_files.read_arrays(path, "")
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        problems = on_all(new_ranks(4), read)
+    finally:
+        sys.setswitchinterval(interval)
+    assert problems == [None] * 4
