@@ -323,7 +323,7 @@ class Replay(Policy):
 
     Args:
         history: rows as in `Accordion.history`, or the path of a JSON file with such rows, as
-            `accordion-hvd replay --output` writes it. Only step, name and compressor are used.
+            `accordion-hvd inspect --output` writes it. Only step, name and compressor are used.
 
     Raises:
         ValueError: if the file cannot be read, the history is empty, or a row lacks a key or is not

@@ -1,4 +1,4 @@
-"""The command `accordion-hvd checkpoint show`: what the checkpoints of `save_state` hold."""
+"""What the checkpoints of `save_state` hold, as text."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import click
 
 from accordion_hvd.tools.text import number_of, short, size, table
 
@@ -47,36 +45,13 @@ class Checkpoint:
         return [self.folder.name, step, ranks, size(self.bytes), written, state]
 
 
-@click.group("checkpoint")
-def checkpoint() -> None:
-    """Look at checkpoints of hvd.save_state."""
+def described(found: Sequence[Checkpoint], complete: Checkpoint | None, quick: bool) -> str:
+    """Return a list of checkpoints, and what the complete one holds.
 
-
-@checkpoint.command(short_help="Show what checkpoints hold.")
-@click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--quick", is_flag=True, help="Read manifests and sizes, but not the ranks' files.")
-def show(path: Path, quick: bool) -> None:
-    """Show what the checkpoints in PATH hold, and whether they are complete.
-
-    PATH is the directory of hvd.save_state, or the folder of one checkpoint in it. The details
-    are those of the newest complete checkpoint, which hvd.load_state would restore. The files of
-    all ranks are read and compared with their checksums, on one rank and without a framework.
-
-    The exit status is 1 if a checkpoint is damaged, or if there is none.
+    If `quick`, the ranks' files are not read.
     """
-    found = find(path, quick)
-    if not found:
-        raise click.ClickException(
-            f"{path} has no checkpoint: neither manifest.json nor a folder such as state-00001."
-        )
-    click.echo(table([each.row() for each in found], left=(0, 2, 4, 5)))
-    complete = next((each for each in found if not each.problem), None)
-    if complete is not None:
-        click.echo()
-        click.echo(_described(complete, quick))
-    damaged = [each for each in found if each.problem]
-    if damaged:
-        raise click.ClickException(_verdict(damaged, complete))
+    listed = table([each.row() for each in found], left=(0, 2, 4, 5))
+    return listed if complete is None else f"{listed}\n\n{_details(complete, quick)}"
 
 
 def find(directory: Path, quick: bool) -> list[Checkpoint]:
@@ -106,8 +81,9 @@ def _examined(folder: Path, quick: bool) -> Checkpoint:
     return Checkpoint(folder, manifest, problem)
 
 
-def _verdict(damaged: Sequence[Checkpoint], complete: Checkpoint | None) -> str:
-    """Return a sentence about damaged checkpoints, and about what `load_state` does."""
+def verdict(found: Sequence[Checkpoint], complete: Checkpoint | None) -> str:
+    """Return a sentence about the damaged checkpoints, and about what `load_state` does."""
+    damaged = [each for each in found if each.problem]
     text = "; ".join(f"{each.folder.name} is damaged: {each.problem}" for each in damaged)
     if complete is None:
         return f"{text}. No checkpoint is complete."
@@ -133,7 +109,7 @@ class Kept:
     levels: frozenset[int]
 
 
-def _described(found: Checkpoint, quick: bool) -> str:
+def _details(found: Checkpoint, quick: bool) -> str:
     rows, ranks = found.manifest["exchanges"], found.manifest["ranks"]
     parts = [f"{found.folder.name}, written by accordion_hvd {found.manifest['version']}"]
     for number, about in enumerate(rows):
@@ -160,7 +136,7 @@ def _facts(about: dict[str, Any]) -> str:
     if hosts := about.get("machines"):
         facts.append(number_of(len(hosts), "host"))
     if history := policy.get("history"):
-        facts.append(f"{number_of(len(history), 'decision')} (accordion-hvd replay)")
+        facts.append(f"{number_of(len(history), 'decision')} (--decisions shows them)")
     if privacy := policy.get("privacy"):
         releases = sum(row["count"] for row in privacy["releases"])
         spent = f"{number_of(releases, 'release')} of a privacy budget"

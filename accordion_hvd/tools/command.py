@@ -15,9 +15,8 @@ import click
 from click.shell_completion import get_completion_class
 
 import accordion_hvd
-from accordion_hvd.tools.checkpoints import checkpoint
+from accordion_hvd.tools.inspector import inspect
 from accordion_hvd.tools.plan.command import plan
-from accordion_hvd.tools.replay import replay
 from accordion_hvd.tools.text import Misuse
 
 NAME = "accordion-hvd"
@@ -115,7 +114,7 @@ def run(name: str, arguments: Sequence[str]) -> None:
     )
 
 
-for _command in (plan, checkpoint, replay):
+for _command in (plan, inspect):
     main.add_command(_command)
 for _name, _help in _SCRIPTS.items():
     _run = functools.partial(run, _name)

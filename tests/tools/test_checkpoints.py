@@ -1,4 +1,4 @@
-"""Tests of `accordion-hvd checkpoint show`: the contents of checkpoints, and their damage."""
+"""Tests of `accordion-hvd inspect` on checkpoints: their contents and their damage."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def two(tmp_path: Path) -> tuple[Path, World]:
 
 
 def show(*words: object) -> Result:
-    return CliRunner().invoke(main, ["checkpoint", "show", *map(str, words)])
+    return CliRunner().invoke(main, ["inspect", *map(str, words)])
 
 
 def cells(text: str, first: str) -> list[str]:
@@ -155,7 +155,7 @@ def test_older_damage_is_a_problem_too(two: tuple[Path, World]) -> None:
 
 def test_a_directory_without_checkpoints(tmp_path: Path) -> None:
     done = show(tmp_path)
-    assert done.exit_code == 1 and f"{tmp_path} has no checkpoint" in done.output
+    assert done.exit_code == 1 and f"{tmp_path} has nothing to inspect" in done.output
 
 
 def test_checkpoints_of_every_kind(tmp_path: Path) -> None:
@@ -180,10 +180,10 @@ def shown(directory: Path) -> str:
 
 
 def test_privacy_that_was_spent_since(tmp_path: Path) -> None:
-    """If a privacy budget was spent, `show` says that `load_state` restores no older checkpoint."""
+    """If a privacy budget was spent, the error says that no older checkpoint is restored."""
     complete = checkpoints.Checkpoint(tmp_path, {"exchanges": [{"policy": {"privacy": {}}}]})
     damaged = [checkpoints.Checkpoint(tmp_path / "x", problem="cut")]
-    assert "restores no older one" in checkpoints._verdict(damaged, complete)
+    assert "restores no older one" in checkpoints.verdict(damaged, complete)
 
 
 def test_many_ranks_are_summed_up(tmp_path: Path) -> None:

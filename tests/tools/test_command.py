@@ -63,7 +63,7 @@ def test_engines_are_those_of_predictions() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["no-such"], ["plan", "--hosts", "0"], ["completion", "tcsh"], ["checkpoint", "show", "/no"]],
+    [["no-such"], ["plan", "--hosts", "0"], ["completion", "tcsh"], ["inspect", "/no"]],
 )
 def test_wrong_usage_ends_with_2(words: Sequence[str]) -> None:
     done = CliRunner().invoke(main, words)
@@ -81,7 +81,7 @@ def test_completion(shell: str) -> None:
 
 @pytest.mark.parametrize(
     ("words", "number", "found"),
-    [("accordion-hvd che", "1", "checkpoint"), ("accordion-hvd plan --engine h", "3", "horovod")],
+    [("accordion-hvd ins", "1", "inspect"), ("accordion-hvd plan --engine h", "3", "horovod")],
 )
 def test_words_are_completed(words: str, number: str, found: str) -> None:
     given = {"COMP_WORDS": words, "COMP_CWORD": number}

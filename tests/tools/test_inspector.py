@@ -1,4 +1,4 @@
-"""Tests of `accordion-hvd replay`: it shows decisions, and writes those that `Replay` repeats."""
+"""Tests of `accordion-hvd inspect`: decisions are shown, and written as `Replay` repeats them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from trainings import KINDS, save_gradients, save_models
 from accordion_hvd import Accordion, PowerSGD, Replay, StepSchedule, TopK, parse, simulate
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine import checkpoint_files as files
+from accordion_hvd.engine.ledger import files as ledger_files
+from accordion_hvd.engine.ledger import summary
 from accordion_hvd.policies.base import plain
 from accordion_hvd.simulation.one_process import World
 from accordion_hvd.tools.command import main
@@ -54,8 +56,12 @@ def train(policy: Any) -> tuple[World, list[dict[str, str]]]:
     return world, levels
 
 
-def replay(*words: object) -> Result:
-    return CliRunner().invoke(main, ["replay", *map(str, words)])
+def inspect(*words: object) -> Result:
+    return CliRunner().invoke(main, ["inspect", *map(str, words)])
+
+
+def decisions(*words: object) -> Result:
+    return inspect("--decisions", *words)
 
 
 def saved(world: World, directory: Path) -> Path:
@@ -84,16 +90,16 @@ def test_another_run_repeats_them(policy: Any, make: Any, tmp_path: Path) -> Non
     world, levels = train(policy())
     assert len({json.dumps(each) for each in levels}) > 1
     path = tmp_path / "decisions.json"
-    done = replay(make(world, tmp_path), "--output", path)
+    done = decisions(make(world, tmp_path), "--output", path)
     assert done.exit_code == 0, done.output
     for again in (Replay(path), parse(f"Replay({str(path)!r})")):
         assert train(again)[1] == levels
-    assert replay(path).exit_code == 0, "what it writes, it reads"
+    assert decisions(path).exit_code == 0, "what it writes, it reads"
 
 
 def rows(done: Result) -> list[list[str]]:
-    """Return the first three cells of each row of the table."""
-    lines = done.output.split("\n\n")[1].splitlines()
+    """Return the first three cells of each row of the table of decisions."""
+    (lines,) = [x.splitlines() for x in done.output.split("\n\n") if x.startswith("step  window")]
     assert lines[0].split()[:3] == ["step", "window", "layer"]
     return [line.split()[:3] for line in lines[1:]]
 
@@ -101,7 +107,7 @@ def rows(done: Result) -> list[list[str]]:
 def test_the_table(tmp_path: Path) -> None:
     world, levels = train(accordion())
     history = world.exchanges[0].policy.history
-    done = replay(saved(world, tmp_path))
+    done = decisions(saved(world, tmp_path))
     assert rows(done) == [[str(d.step), str(d.window), d.name] for d in history]
     assert repr(world.exchanges[0].policy) in done.output
     changed = [
@@ -111,22 +117,39 @@ def test_the_table(tmp_path: Path) -> None:
         if levels[step][name] != levels[step - 1][name]
     ]
     assert changed and f"{len(changed)} change" in done.output
-    switched = rows(replay(tmp_path, "--switches"))
+    switched = rows(decisions(tmp_path, "--switches"))
     assert sorted([step, name] for step, _, name in switched) == sorted(changed)
-    assert {row[2] for row in rows(replay(tmp_path, "--layer", "[v]"))} == {"v"}
-    done = replay(tmp_path, "--layer", "x*")
+    assert {row[2] for row in rows(decisions(tmp_path, "--layer", "[v]"))} == {"v"}
+    done = decisions(tmp_path, "--layer", "x*")
     assert done.exit_code == 2 and "fits none of w, v" in done.output
+
+
+def test_decisions_of_checkpoints_are_shown_if_asked_for(tmp_path: Path) -> None:
+    directory = saved(train(accordion())[0], tmp_path)
+    assert "step  window" not in inspect(directory).output
+    assert "decisions (--decisions shows them)" in inspect(directory).output
+    for option in (["--decisions"], ["--layer", "v"], ["--output", tmp_path / "rows.json"]):
+        done = inspect(directory, *option)
+        assert done.output.startswith("state-00001  step 8") and rows(done)
+
+
+@pytest.mark.parametrize("policy", [accordion, lambda: TopK(0.1)])
+def test_the_advice_of_a_ledger(policy: Any, tmp_path: Path) -> None:
+    path = ledger(train(policy())[0], tmp_path) / "ledger.json"
+    done = inspect(path)
+    sentences = summary.advice(summary.summarize(ledger_files.load(path)))
+    assert done.exit_code == 0 and "\n".join(sentences) in done.output
 
 
 def test_the_first_change_of_a_schedule_is_one(tmp_path: Path) -> None:
     world, _ = train(schedule())
-    done = replay(saved(world, tmp_path), "--switches", "--layer", "w")
+    done = decisions(saved(world, tmp_path), "--switches", "--layer", "w")
     assert [row[0] for row in rows(done)] == ["2", "4"]
 
 
 def test_decisions_about_the_model_are_left_out(tmp_path: Path) -> None:
     save_gradients(KINDS["accordion_batches"], tmp_path)
-    done = replay(tmp_path, "--output", tmp_path / "rows.json")
+    done = decisions(tmp_path, "--output", tmp_path / "rows.json")
     assert done.exit_code == 0 and "(batch size)" in done.output
     assert "1 decision about the entire model cannot be repeated" in done.output
     Replay(tmp_path / "rows.json")
@@ -156,12 +179,12 @@ def of_models(folder: Path) -> Path:
     [
         (without_decisions, "has no decisions of Fixed(TopK(ratio=0.1))"),
         (of_models, "models are averaged without a policy"),
-        (nothing, "has neither a ledger.json nor a complete checkpoint"),
+        (nothing, "has nothing to inspect: neither a ledger.json, nor manifest.json"),
         (text, "has no decisions of a policy"),
     ],
 )
 def test_refused(make: Callable[[Path], Path], told: str, tmp_path: Path) -> None:
-    done = replay(make(tmp_path))
+    done = decisions(make(tmp_path))
     assert done.exit_code == 1 and told in done.output and "Traceback" not in done.output
 
 
@@ -172,7 +195,7 @@ def test_refused(make: Callable[[Path], Path], told: str, tmp_path: Path) -> Non
 def test_other_json_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text(content)
-    done = replay(path)
+    done = decisions(path)
     assert done.exit_code == 1 and f"{path} has no decisions" in done.output
     with pytest.raises(ValueError, match=r"^Replay: "):
         Replay(path)
@@ -182,17 +205,17 @@ def test_what_cannot_be_repeated_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     for name in ("onebit_adam", "accordion"):
         save_gradients(KINDS[name], tmp_path / name)
-    done = replay(tmp_path / "onebit_adam", "--output", path)
+    done = decisions(tmp_path / "onebit_adam", "--output", path)
     assert done.exit_code == 1 and "cannot be repeated" in done.output and not path.exists()
-    assert replay(tmp_path / "accordion", "--output", tmp_path / "no" / "x.json").exit_code == 1
+    assert decisions(tmp_path / "accordion", "--output", tmp_path / "no" / "x.json").exit_code == 1
 
 
 def test_optimizers_are_numbered(tmp_path: Path) -> None:
     world, _ = train(accordion())
     world.exchanges[0].ledger.write(tmp_path)
     (tmp_path / "ledger-1.json").write_bytes((tmp_path / "ledger.json").read_bytes())
-    assert "ledger-1.json, optimizer 2 of 2" in replay(tmp_path, "--optimizer", "2").output
-    done = replay(tmp_path, "--optimizer", "3")
+    assert "ledger-1.json, optimizer 2 of 2" in decisions(tmp_path, "--optimizer", "2").output
+    done = decisions(tmp_path, "--optimizer", "3")
     assert done.exit_code == 2 and "has 2 of them" in done.output
 
 

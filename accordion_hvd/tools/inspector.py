@@ -1,4 +1,4 @@
-"""The command `accordion-hvd replay`: the decisions of a recorded run."""
+"""The command `accordion-hvd inspect`: what a job has recorded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,14 @@ class History:
         rows: the decisions, oldest first.
         policy: the policy as text; empty if it is unknown.
         layers: names of the layers that the policy serves, if they are known.
+        advice: sentences about the job, if its ledger is at hand.
     """
 
     place: Path
     rows: list[HistoryRow]
     policy: str = ""
     layers: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
 
     @functools.cached_property
     def starts(self) -> dict[str, str]:
@@ -57,59 +59,84 @@ class History:
         return found
 
 
-@click.command()
+@click.command("inspect", short_help="Show what a ledger, checkpoints or decisions hold.")
 @click.argument("path", type=click.Path(exists=True, path_type=Path))
+@click.option("--quick", is_flag=True, help="Read manifests and sizes, but not the ranks' files.")
+@click.option("--decisions", is_flag=True, help="Show the decisions of checkpoints, too.")
+@click.option("--switches", is_flag=True, help="Show decisions that changed a compressor only.")
 @click.option("--layer", metavar="PATTERN", help="Show layers with such names only, as '*conv*'.")
-@click.option("--switches", is_flag=True, help="Show changes of the compressor only.")
 @click.option(
     "--optimizer", type=click.IntRange(1), default=1, metavar="N",
-    help="Number of the optimizer, if PATH has several.",
+    help="Show decisions of the Nth optimizer, if there are several.",
 )  # fmt: skip
 @click.option(
     "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
     help="Write all decisions to FILE, for Replay('FILE').",
 )  # fmt: skip
-def replay(
-    path: Path, layer: str | None, switches: bool, optimizer: int, output: Path | None
-) -> None:
-    """Show the decisions that a policy made in a run.
+def inspect(
+    path: Path, quick: bool, decisions: bool, switches: bool, layer: str | None, optimizer: int,
+    output: Path | None,
+) -> None:  # fmt: skip
+    """Show what a job has recorded in PATH, without a framework and on one rank.
 
-    PATH is a ledger.json, a result.json of the example scripts, a directory of hvd.save_state,
-    a file of this command, or a folder with a ledger.json.
+    PATH is a directory of hvd.save_state or one checkpoint in it, a ledger.json or a folder with
+    one, a result.json of the example scripts, or a file that --output has written.
 
-    With --output, another run can repeat the decisions at the same steps:
-    compression="Replay('FILE')".
+    The details of checkpoints are those of the newest complete one, which hvd.load_state would
+    restore; all ranks' files are compared with their checksums. Another run can repeat decisions
+    that --output has written: compression="Replay('FILE')".
+
+    The exit status is 1 if a checkpoint is damaged, or if nothing is found.
     """
-    histories = read(path)
-    if optimizer > len(histories):
-        raise Misuse(f"--optimizer is {optimizer}, but {path} has {len(histories)} of them.")
-    history = histories[optimizer - 1]
-    if not history.rows:
-        raise click.ClickException(f"{history.place} has no decisions{_of(history)}.")
-    shown = history.switches() if switches else history.rows
-    names = dict.fromkeys(row["name"] for row in history.rows)
-    fitting = fnmatch.filter(names, layer or "*")
-    shown = [row for row in shown if row["name"] in fitting]
-    click.echo(_summary(history, optimizer, len(histories)))
-    if shown:
-        click.echo()
-        click.echo(_table(shown))
-    elif not fitting:
-        raise Misuse(f"--layer is {layer!r}, which fits none of {', '.join(names)}.")
-    if output is not None:
-        click.echo()
-        click.echo(_write(history, output))
-
-
-# ---------------------------------------------------------------------------------------- reading
-def read(path: Path) -> list[History]:
-    """Return each optimizer's decisions in a file or folder; ClickException if there are none."""
+    from accordion_hvd.engine.checkpoint_files import MANIFEST
     from accordion_hvd.engine.ledger import files as ledgers
+    from accordion_hvd.tools import checkpoints
 
     places = ledgers.ledgers(path) if path.is_dir() else [path]
     places.sort(key=lambda place: (len(place.name), place.name))  # ledger.json, ledger-1.json, ...
-    if not places:
-        places = [_manifest(path)]
+    found = [] if places else checkpoints.find(path, quick)
+    complete = next((each for each in found if not each.problem), None)
+    if found:
+        click.echo(checkpoints.described(found, complete, quick))
+    elif not places:
+        raise click.ClickException(
+            f"{path} has nothing to inspect: neither a ledger.json, nor manifest.json, nor a "
+            "folder such as state-00001."
+        )
+    if complete and (decisions or switches or layer or output):
+        click.echo()
+        places = [complete.folder / MANIFEST]
+    if places:
+        histories = read(places)
+        if optimizer > len(histories):
+            raise Misuse(f"--optimizer is {optimizer}, but {path} has {len(histories)} of them.")
+        history = histories[optimizer - 1]
+        _show(history, optimizer, len(histories), layer, switches)
+        if output is not None:
+            click.echo(f"\n{_write(history, output)}")
+    if any(each.problem for each in found):
+        raise click.ClickException(checkpoints.verdict(found, complete))
+
+
+def _show(history: History, number: int, count: int, layer: str | None, switches: bool) -> None:
+    """Print the decisions of one of `count` optimizers."""
+    if not history.rows and not history.advice:
+        of = f" of {history.policy}" if history.policy else ""
+        raise click.ClickException(f"{history.place} has no decisions{of}.")
+    names = dict.fromkeys(row["name"] for row in history.rows)
+    fitting = fnmatch.filter(names, layer or "*")
+    shown = history.switches() if switches else history.rows
+    shown = [row for row in shown if row["name"] in fitting]
+    click.echo(_summary(history, number, count))
+    if shown:
+        click.echo(f"\n{_table(shown)}")
+    elif layer and not fitting:
+        raise Misuse(f"--layer is {layer!r}, which fits none of {', '.join(names)}.")
+
+
+# ---------------------------------------------------------------------------------------- reading
+def read(places: Sequence[Path]) -> list[History]:
+    """Return each optimizer's decisions in these files; ClickException if one has none."""
     found: list[History] = []
     for place in places:
         try:
@@ -122,17 +149,9 @@ def read(path: Path) -> list[History]:
     return found
 
 
-def _manifest(directory: Path) -> Path:
-    from accordion_hvd.engine import checkpoint_files
-    from accordion_hvd.tools import checkpoints
-
-    for checkpoint in checkpoints.find(directory, quick=True):
-        if not checkpoint.problem:
-            return checkpoint.folder / checkpoint_files.MANIFEST
-    raise click.ClickException(f"{directory} has neither a ledger.json nor a complete checkpoint.")
-
-
 def _histories(place: Path, content: Any) -> list[History]:
+    from accordion_hvd.engine.ledger import summary
+
     if isinstance(content, list):
         return [_history(place, content)]
     if "exchanges" in content:  # a manifest
@@ -146,7 +165,8 @@ def _histories(place: Path, content: Any) -> list[History]:
     if "decisions" in content:  # a ledger
         job = content["job"]
         layers = [name for name, facts in job["buckets"].items() if facts["compress"]]
-        return [_history(place, content["decisions"], job["policy"], layers)]
+        history = _history(place, content["decisions"], job["policy"], layers)
+        return [replace(history, advice=tuple(summary.advice(summary.summarize(content))))]
     return [_history(place, content["history"], content["compression"] or "")]
 
 
@@ -159,20 +179,17 @@ def _history(place: Path, rows: Any, policy: str = "", layers: Any = ()) -> Hist
 
 
 # ----------------------------------------------------------------------------------------- showing
-def _of(history: History) -> str:
-    return f" of {history.policy}" if history.policy else ""
-
-
 def _summary(history: History, number: int, count: int) -> str:
+    """Return the file, the policy, what a ledger advises, and how many decisions there are."""
     rows = history.rows
     place = f"{history.place}, optimizer {number} of {count}" if count > 1 else str(history.place)
     layers = len({row["name"] for row in rows} - set(WHOLE))
-    switched = len(history.switches())
     text = f"{number_of(len(rows), 'decision')} about {number_of(layers, 'layer')}"
-    first, last = rows[0]["step"], rows[-1]["step"]
-    steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    changes = f"{number_of(switched, 'change')} of a compressor"
-    return "\n".join(filter(None, [place, history.policy, f"{text}, {steps}, {changes}"]))
+    if rows:
+        first, last = rows[0]["step"], rows[-1]["step"]
+        text += f", step {first}" if first == last else f", steps {first} to {last}"
+    text += f", {number_of(len(history.switches()), 'change')} of a compressor"
+    return "\n".join(filter(None, [place, history.policy, *history.advice, text]))
 
 
 def _table(rows: Sequence[HistoryRow]) -> str:
