@@ -128,14 +128,16 @@ bench-kernels: setup ## measure what compressors compute, for docs/kernels.md (f
 bench-compressors: setup ## train with each compressor, for docs/compressor-accuracy.md (three hours)
 	@$(IN_VENV) $(RUN) scripts/train_compressors.py --output docs/compressor-accuracy.md
 
-bench-graph: setup ## what skewed neighbour sampling saves, for docs/graph.md (root; half an hour)
-	@for data in cora citeseer blocks; do $(IN_VENV) $(VENV)/bin/horovodrun --gloo -np 4 $(RUN) \
+bench-graph: setup ## what skewed neighbour sampling saves, for docs/graph.md (root; half an hour; it resumes)
+	@for data in cora citeseer blocks; do \
+		test -e $(GRAPH)/$$data/result.png || $(IN_VENV) $(VENV)/bin/horovodrun --gloo -np 4 $(RUN) \
 		scripts/train_gcn.py --config configs/gcn_$$data.yaml --output $(GRAPH) || exit 1; done
-	@for keys in "--name links" "--name links_int8 --wire int8"; do $(IN_VENV) $(RUN) \
+	@for keys in "links" "links_int8 --wire int8"; do \
+		test -e $(GRAPH)/$${keys%% *}/result.png || $(IN_VENV) $(RUN) \
 		scripts/netbench.py run --hosts 4 --rate 200mbit -- $(RUN) scripts/train_gcn.py \
-		--config configs/gcn_links.yaml $$keys --output $(GRAPH) || exit 1; done
-	@$(IN_VENV) $(RUN) scripts/graph.py moments --output $(GRAPH)/moments.json
-	@$(IN_VENV) $(RUN) scripts/graph.py sampling --output $(GRAPH)/sampling.json
+		--config configs/gcn_links.yaml --name $$keys --output $(GRAPH) || exit 1; done
+	@for part in moments sampling; do \
+		test -e $(GRAPH)/$$part.json || $(IN_VENV) $(RUN) scripts/graph.py $$part --output $(GRAPH)/$$part.json || exit 1; done
 	@$(IN_VENV) $(RUN) scripts/graph.py report $(GRAPH)
 
 bench-averaging: setup ## averaging of models when ranks are late, for docs/averaging.md (80 minutes)

@@ -137,6 +137,8 @@ def try_lowest(archive: Path) -> None:
     """Install the lowest versions, train with both launchers, and run tests of this clone."""
     python, packages = lowest(["torch", "tensorflow-cpu", "test"])
     print(f"lowest: {python}, {', '.join(packages)}", flush=True)
+    if not shutil.which(python) or subprocess.run([python, "-c", ""], check=False).returncode:
+        sys.exit(f"release.py: {python}, the lowest that setup.cfg declares, does not run here.")
     with tempfile.TemporaryDirectory(prefix="lowest-") as folder:
         environment = Environment(Path(folder), python, packages)
         environment.install(f"{archive}{EXTRAS['horovod'][:-1]},test,train]")
