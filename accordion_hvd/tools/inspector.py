@@ -94,7 +94,7 @@ def inspect(
 
     places = ledgers.ledgers(path) if path.is_dir() else [path]
     places.sort(key=lambda place: (len(place.name), place.name))  # ledger.json, ledger-1.json, ...
-    found = [] if places else checkpoints.find(path, quick)
+    found = checkpoints.find(path, quick) if path.is_dir() else []
     complete = next((each for each in found if not each.problem), None)
     if found:
         click.echo(checkpoints.described(found, complete, quick))
@@ -103,10 +103,11 @@ def inspect(
             f"{path} has nothing to inspect: neither a ledger.json, nor manifest.json, nor a "
             "folder such as state-00001."
         )
-    if complete and (decisions or switches or layer or output):
-        click.echo()
+    if complete and not places and (decisions or switches or layer or output):
         places = [complete.folder / MANIFEST]
     if places:
+        if found:
+            click.echo()
         histories = read(places)
         if optimizer > len(histories):
             raise Misuse(f"--optimizer is {optimizer}, but {path} has {len(histories)} of them.")

@@ -133,6 +133,12 @@ def test_decisions_of_checkpoints_are_shown_if_asked_for(tmp_path: Path) -> None
         assert done.output.startswith("state-00001  step 8") and rows(done)
 
 
+def test_a_folder_may_have_both(tmp_path: Path) -> None:
+    world, _ = train(accordion())
+    done = inspect(ledger(world, saved(world, tmp_path)))
+    assert "state-00001  step 8" in done.output and f"{tmp_path}/ledger.json" in done.output
+
+
 @pytest.mark.parametrize("policy", [accordion, lambda: TopK(0.1)])
 def test_the_advice_of_a_ledger(policy: Any, tmp_path: Path) -> None:
     path = ledger(train(policy())[0], tmp_path) / "ledger.json"
