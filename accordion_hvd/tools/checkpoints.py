@@ -1,4 +1,4 @@
-"""What the checkpoints of `save_state` hold, as text."""
+"""Describe what the checkpoints of `save_state` hold, as text."""
 
 from __future__ import annotations
 
