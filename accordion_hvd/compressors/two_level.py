@@ -112,6 +112,9 @@ class TwoLevel(CompressorWrapper):
         slices[placement.local_rank] = residual
         return _joined(slices, spec.shape)
 
+    def same_part(self, other: Compressor) -> bool:
+        return isinstance(other, TwoLevel) and self.compressor.same_part(other.compressor)
+
     def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
         if not state or not isinstance(other, TwoLevel):
             return state

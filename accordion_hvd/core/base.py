@@ -246,7 +246,7 @@ class Compressor(NotForStockHorovod):
             engine or the communicator adds them (`comm.fp16_reduction`).
         sharded: whether the state covers only a part of the tensor, on known hosts if it is
             `topology_aware` (see `expand_residual`). The residual of other levels is then added to
-            the next gradient.
+            the next gradient, unless they cover the `same_part`.
     """
 
     summary: ClassVar[tuple[str, str, str]]
@@ -362,6 +362,10 @@ class Compressor(NotForStockHorovod):
     def expand_residual(self, residual: Tensor, spec: Spec, info: Info) -> Tensor:
         """Return the residual of a full tensor like `spec`, given that of this rank's part."""
         return residual
+
+    def same_part(self, other: Compressor) -> bool:
+        """Return whether the states of both cover the same part of a tensor (`sharded`)."""
+        return not (self.sharded or other.sharded)
 
     def report(self, state: State) -> dict[str, Tensor]:
         """Return diagnostics of the method, as tensors of one element; see `Exchange.stats`."""

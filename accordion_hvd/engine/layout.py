@@ -321,12 +321,15 @@ class BucketState:
         self.inactive[old_level] = old.deactivate(old_state)
 
     def _take_residual(self, state: State, old: Compressor, old_state: State, info: Info) -> State:
-        new, residual = self.compressor, self._total_residual(old, old_state, info)
-        self.carried = None
+        new, part = self.compressor, old.residual(old_state)
+        feeds_back = new.residual(state) is not None
+        if new.sharded and new.same_part(old) and feeds_back and part is not None:
+            return new.with_residual(state, part)  # momentum must not receive it as a gradient
+        residual, self.carried = self._total_residual(old, old_state, info), None
         if residual is None:
             return state
         # A sharded state has room for a part of the residual only.
-        if new.residual(state) is not None and not new.sharded:
+        if feeds_back and not new.sharded:
             return new.with_residual(state, residual)
         self.carried = residual
         return state

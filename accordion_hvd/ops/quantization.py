@@ -485,6 +485,7 @@ def column_means(x: np.ndarray, packed: np.ndarray) -> np.ndarray:
     total, magnitude, ones = np.zeros((3, x.size // (n * m), m))
     for matrix, start, block in _rows(x):
         values = _scratch.room(block)
+        block = np.ascontiguousarray(block)  # NumPy's order of addition follows the strides
         total[matrix] += block.sum(0)
         magnitude[matrix] += np.abs(block, out=values).sum(0)
         _bits_of(packed, 0, start, values.reshape(-1))

@@ -14,6 +14,7 @@ from frameworks import NUMPY, Framework, Ranks, normals, parameters, same_bits
 from laws import SHAPE, several, step
 
 from accordion_hvd import (
+    DGC,
     FP16,
     Accordion,
     Allgather,
@@ -24,6 +25,7 @@ from accordion_hvd import (
     Info,
     PowerSGD,
     RandomK,
+    ScaleCom,
     TopK,
     TwoLevel,
     parse,
@@ -231,6 +233,18 @@ def test_nothing_is_lost_at_a_switch(
                 total[name] += np.mean([g[name] for g in gradients], 0) - means[0][name]
             difference = np.abs(total[name] - debts(world, name)).max()
             assert difference <= 6e-5, f"{name} at step {number}"
+
+
+@pytest.mark.parametrize("inner", [DGC(0.1), ScaleCom(0.1, beta=0.3), TopK(0.1)], ids=repr)
+def test_equal_levels_are_the_static_compressor(inner: Compressor) -> None:
+    """A residual that moves to another level must not enter its momentum."""
+    ours, plain = (
+        simulate(method, 4, local_size=2)
+        for method in (Alternating(TwoLevel(inner), TwoLevel(inner), [2, 4]), TwoLevel(inner))
+    )
+    for gradients in several(4, 6):
+        mine, wanted = (step(world, NUMPY, gradients)[0] for world in (ours, plain))
+        assert same_bits(mine["w"], wanted["w"])
 
 
 def test_powersgd_hands_over_its_factor() -> None:

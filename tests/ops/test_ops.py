@@ -236,7 +236,10 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ],
     ("narrow", (CUBE, ["u", "v", "w"], 5), 0),
     ("widen", (np.arange(-(2**15), 2**15).astype(np.int16).reshape(4, -1),), 0),
-    *[("column_means", (x, q.pack_signs(x.reshape(-1), None)), 0) for x in (X, CUBE, WIDE)],
+    *[
+        ("column_means", (x, q.pack_signs(x.reshape(-1), None)), 0)
+        for x in (X, CUBE, WIDE, np.swapaxes(WIDE, -1, -2))
+    ],
     ("sum_columns", ([BITS[:5], BITS[5:10]], [X[:2], X[2:4]], X), 0),
     ("sum_columns", ([BITS[:11]], [CUBE[:, :2].copy()], CUBE), 0),
     ("subtract_columns", (CUBE, BITS[:11], CUBE[:, :2].copy()), 0),
