@@ -32,6 +32,26 @@ def arguments_of(rule: Any, framework: str) -> dict[str, tuple[str, Any]]:
     return found
 
 
+@pytest.mark.parametrize("framework", ["torch", "tensorflow", "tensorflow.keras"])
+def test_what_stands_in_for_horovod_has_its_arguments_and_defaults(framework: str) -> None:
+    pytest.importorskip(framework.partition(".")[0])
+    theirs = pytest.importorskip(f"horovod.{framework}")
+    ours, compared = importlib.import_module(f"accordion_hvd.{framework}"), 0
+    for name, function in inspect.getmembers(ours, callable):
+        wrapped = getattr(theirs, name, function)
+        if wrapped is not function and not inspect.isclass(function):
+            mine, wanted = (inspect.signature(x).parameters for x in (function, wrapped))
+            wanted = {
+                x: p for x, p in wanted.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+            }
+            assert {*mine} >= {*wanted}, name
+            # None stands for values of Horovod's own, such as its compression or all ranks.
+            other = {x for x in wanted if mine[x].default not in (wanted[x].default, None)}
+            assert not other, name
+            compared += 1
+    assert compared >= 3
+
+
 @pytest.mark.parametrize("framework", OWN)
 def test_signatures_have_the_arguments_of_the_rules(framework: str) -> None:
     """Names, types and defaults are the rule's; `Options` has the other keywords.

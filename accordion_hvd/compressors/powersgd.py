@@ -176,8 +176,10 @@ class PowerSGD(Compressor):
         wire = None if self.wire == "float32" else self.wire
         return Allreduce(factor, wire=wire, reuse=wire is not None or not self.alternate)
 
-    def residual(self, state: State) -> Tensor:
+    def residual(self, state: State) -> Tensor | None:
         """Return the residual as a matrix (n, m)."""
+        if not state:
+            return None
         xp = namespace(state["error"])
         return xp.deflate(xp.copy(state["error"]), state["p"], state["q"])
 

@@ -32,7 +32,7 @@ class CompressorWrapper(Compressor):
         return self.compressor.plain()
 
     def residual(self, state: State) -> Tensor | None:
-        return self.compressor.residual(state) if state else None
+        return self.compressor.residual(state)
 
     def with_residual(self, state: State, residual: Tensor) -> State:
         return self.compressor.with_residual(state, residual)

@@ -346,7 +346,7 @@ class Compressor(NotForStockHorovod):
         return None
 
     def residual(self, state: State) -> Tensor | None:
-        """Return this rank's residual, in units of the gradient; None without error feedback."""
+        """Return this rank's residual, in units of the gradient; None without feedback or state."""
         return state.get("error")
 
     def with_residual(self, state: State, residual: Tensor) -> State:

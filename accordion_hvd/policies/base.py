@@ -72,6 +72,9 @@ class Policy(NotForStockHorovod, abc.ABC):
         self._step = 0  # exchanges so far, if the policy counts them; of `Windowed`, batches
         self._bound: Any = None
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(...)"  # an address would differ in a resumed job
+
     # ------------------------------------------------------------------ for subclasses to define
     @abc.abstractmethod
     def levels(self, name: str) -> tuple[Compressor, ...]:

@@ -118,6 +118,11 @@ def test_called_from_a_graph(case: Case) -> None:
         laws.check_same(case, called(tensors).numpy(), oracle.step(gradients)[0])
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_before_the_first_exchange_nothing_is_owed(case: Case) -> None:
+    assert case.compressor.residual({}) is None
+
+
 @pytest.mark.parametrize(("kind", "name", "value"), REFUSED)
 def test_refused(kind: type, name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{kind.__name__}: {name} is ") as refusal:

@@ -308,18 +308,30 @@ def test_resuming_on_the_same_machines_is_exact(inner: Compressor, tmp_path: Pat
         assert all(same_bits(ours[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.parametrize("switched", [False, True])
+@pytest.mark.parametrize("levels", [SWITCHES[0], SWITCHES[3], SWITCHES[3][::-1]], ids=repr)
 @pytest.mark.parametrize(("ranks", "local_size"), [(4, 1), (4, 4), (2, 1), (6, 3), (1, 1)])
-def test_resuming_on_others_keeps_what_is_owed(ranks: int, local_size: int, tmp_path: Path) -> None:
+def test_resuming_on_others_keeps_what_is_owed(
+    levels: tuple[Compressor, Compressor],
+    switched: bool,
+    ranks: int,
+    local_size: int,
+    tmp_path: Path,
+) -> None:
     """A checkpoint loaded with another number of ranks or hosts keeps the mean of the residuals.
 
-    The next steps send these residuals with the gradients, as for whole tensors.
+    The next steps send these residuals with the gradients, as for whole tensors. After a switch,
+    the residual of the first level may still await the first step of the second.
     """
-    world = simulate(TwoLevel(PowerSGD(1)), 4, local_size=2)
+    world = simulate(Alternating(*levels, []), 4, local_size=2)
     for gradients in several(4, 3):
         step(world, NUMPY, gradients)
+    for exchange in world.exchanges if switched else ():
+        exchange.policy.current["w"] = 1
+        exchange.switch(exchange.bucket_states[0], 1)
     owed = debts(world, "w")
     save(tmp_path, world)
-    resumed = load(tmp_path, TwoLevel(PowerSGD(1)), ranks, local_size)
+    resumed = load(tmp_path, Alternating(*levels, []), ranks, local_size)
     gradients = several(ranks, 1, seed=5)[0]
     given = np.mean([mine["w"] for mine in gradients], 0)
     means = step(resumed, NUMPY, gradients)

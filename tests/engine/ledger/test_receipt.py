@@ -6,6 +6,7 @@ import copy
 import re
 from html.parser import HTMLParser
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
@@ -340,6 +341,42 @@ def test_charts_need_neither_color_nor_a_wide_screen():
     assert len(set(charts.HATCHES)) == len(charts.HATCHES) == 8
     lines = [re.findall(rf"[.]line[.]{c} {{ ([^}}]*)}}", template) for c in LEVELS[:LINES]]
     assert len({re.sub(r"stroke: [^;]*;", "", *found) for found in lines}) == LINES
+
+
+def marks(svg: str, tag: str, *names: str) -> list[list[float]]:
+    """Return attributes of the elements with this tag."""
+    found = ElementTree.fromstring(svg).iter(tag)
+    return [[float(element.attrib[name]) for name in names] for element in found]
+
+
+def test_marks_stand_where_the_axes_say():
+    left, right, middle = charts.LEFT, charts.LEFT + charts.INNER, charts.LEFT + charts.INNER / 2
+    points = [(0, 1.0, False, ""), (50, 10.0, True, ""), (100, 1000.0, False, "")]
+    svg = charts.lines({"a": points}, ["c0"], 100)
+    (x0, y0), (x1, y1), (x2, y2) = marks(svg, "circle", "cx", "cy")
+    assert (x0, x1, x2) == (left, middle, right)
+    heights = [y for (y,) in marks(svg, "line", "y1")]  # at 1, 10, 100 and 1000
+    assert [y0, y1, y2] == [heights[i] for i in (0, 1, 3)] and y0 > y1 > y2
+    assert [x for x, _ in marks(svg, "text", "x", "y")][-5:][::2] == [left, middle, right]
+
+    svg = charts.lanes({"a": [(0, 50, "low"), (50, 100, "high")]}, {"low": "c0", "high": "c1"}, 100)
+    (x0, w0), (x1, w1) = marks(svg, "rect", "x", "width")
+    assert (x0, x0 + w0 + 1, x1, x1 + w1 + 1) == (left, middle, middle, right)
+
+    rows = [("a", 3.0, {"low": 1.0, "high": 3.0}), ("b", 3.0, {"low": 2.0, "high": 0.0})]
+    svg = charts.stacked(rows, {"low": "c0", "high": "c1"}, "ms")
+    boxes = marks(svg, "rect", "x", "width", "y", "height")
+    (x0, w0, y0, h0), (_, _, y1, h1), (x2, w2, y2, h2) = boxes
+    assert (x0, x0 + w0 + 0.5, x2, x2 + w2 + 0.5) == (left, middle, middle, right)
+    assert y0 + h0 == y2 + h2 == max(y for (y,) in marks(svg, "line", "y1")) and y1 + h1 == y0
+    assert h0 == pytest.approx(h1 / 3, abs=0.1) and h0 == pytest.approx(h2 / 2, abs=0.1)
+
+    svg = charts.bars(
+        [(title, parts) for title, _, parts in rows], {"low": "c0", "high": "c1"}, "s"
+    )
+    (x0, w0, y0), (x1, w1, y1), (x2, w2, y2) = marks(svg, "rect", "x", "width", "y")
+    assert x0 == x2 == left and x1 == x0 + w0 and x1 + w1 <= right and y0 == y1 < y2
+    assert w0 == pytest.approx(w1 / 3, abs=0.1) and w0 == pytest.approx(w2 / 2, abs=0.1)
 
 
 def test_names_cannot_add_markup():
