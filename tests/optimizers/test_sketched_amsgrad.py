@@ -212,6 +212,15 @@ def test_how_many_of_the_largest_elements_are_found(kind: str, columns: float) -
     assert abs(recall(SketchedAMSGrad(columns=columns), kind) - RECALL[kind][columns]) < 0.05
 
 
+def test_a_sketch_serves_where_it_sends_less() -> None:
+    for size in range(1, 300):
+        kept, columns = RULE.kept(size), RULE.width(size)
+        wanted = min(int(RULE.columns * kept), size)
+        sent = RULE.rows * wanted + 2 * min(RULE.candidates * kept, size)
+        assert columns == (wanted if sent < size else 0)
+    assert RULE.width(23) == 0 and RULE.width(24) == 3  # 23 elements: a sketch would send 23
+
+
 def sketch(x: np.ndarray, codes: np.ndarray, columns: int) -> np.ndarray:
     """Return the count sketch of a vector, computed element by element in fp64."""
     block, within = np.divmod(np.arange(x.size), columns)
