@@ -366,7 +366,7 @@ class Replay(Policy):
     def _load(self, path: Path) -> Any:
         try:
             return json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             allowed = f"a list of rows, or the path of a JSON file with such a list ({error})"
             check.refuse(self, "history", str(path), allowed)
 

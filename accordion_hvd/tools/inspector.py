@@ -103,6 +103,8 @@ def inspect(
             f"{path} has nothing to inspect: neither a ledger.json, nor manifest.json, nor a "
             "folder such as state-00001."
         )
+    elif quick:
+        raise Misuse(f"--quick is for checkpoints, of which {path} has none.")
     if complete and not places and (decisions or switches or layer or output):
         places = [complete.folder / MANIFEST]
     if places:
@@ -142,16 +144,14 @@ def read(places: Sequence[Path]) -> list[History]:
     for place in places:
         try:
             found += _histories(place, json.loads(place.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise click.ClickException(
-                f"{place} has no decisions of a policy ({reason})."
-            ) from None
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+            told = f"{place} has no decisions of a policy ({type(error).__name__}: {error})."
+            raise click.ClickException(told) from None
     return found
 
 
 def _histories(place: Path, content: Any) -> list[History]:
-    from accordion_hvd.engine.ledger import summary
+    from accordion_hvd.engine.ledger import files, summary
 
     if isinstance(content, list):
         return [_history(place, content)]
@@ -164,7 +164,7 @@ def _histories(place: Path, content: Any) -> list[History]:
             for row in policies
         ]
     if "decisions" in content:  # a ledger
-        job = content["job"]
+        job = files.load(place)["job"]
         layers = [name for name, facts in job["buckets"].items() if facts["compress"]]
         history = _history(place, content["decisions"], job["policy"], layers)
         return [replace(history, advice=tuple(summary.advice(summary.summarize(content))))]

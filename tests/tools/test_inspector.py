@@ -196,8 +196,11 @@ def test_refused(make: Callable[[Path], Path], told: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "3", "{}", "[1]", '[{"step": 1}]', '{"history": 1}', '{"exchanges": [{}]}', "[]"],
-)
+    [
+        "", "{", "3", "{}", "[1]", '[{"step": 1}]', '{"history": 1}', '{"exchanges": [{}]}', "[]",
+        "[" * 100_000,
+    ],
+)  # fmt: skip
 def test_other_json_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text(content)
@@ -205,6 +208,18 @@ def test_other_json_is_refused(content: str, tmp_path: Path) -> None:
     assert done.exit_code == 1 and f"{path} has no decisions" in done.output
     with pytest.raises(ValueError, match=r"^Replay: "):
         Replay(path)
+
+
+def test_a_ledger_of_another_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.json"
+    path.write_text('{"format": 99, "decisions": []}')
+    done = decisions(path)
+    assert done.exit_code == 1 and f"{path} has format 99" in done.output
+
+
+def test_quick_is_refused_where_no_checkpoint_is(tmp_path: Path) -> None:
+    done = decisions(ledger(train(accordion())[0], tmp_path), "--quick")
+    assert done.exit_code == 2 and "--quick is for checkpoints, of which" in done.output
 
 
 def test_what_cannot_be_repeated_is_not_written(tmp_path: Path) -> None:
