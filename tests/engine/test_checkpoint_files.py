@@ -402,7 +402,9 @@ def test_another_job_is_refused_until_the_first_one_ends(tmp_path: Path) -> None
     fcntl.flock(other, fcntl.LOCK_EX)
     os.ftruncate(other, 0)
     os.write(other, b"job 7 (process 12 on a1)")
+    before = len(os.listdir("/proc/self/fd"))
     told = message(save(tmp_path, 2))
+    assert len(os.listdir("/proc/self/fd")) == before
     assert told == (
         f"state: writing to {tmp_path} failed on rank 0: job 7 (process 12 on a1) saves to this "
         "directory, too; give each job a directory of its own."

@@ -197,6 +197,14 @@ def test_small_gains_do_not_count() -> None:
     assert table.verdict(rows[1:]) == "Fastest: fp16 takes 980 ms a step."
 
 
+def test_gradients_are_ready_as_in_the_backward_passes() -> None:
+    """Medians of the turns that all tensors have, the last ones, decide order and length."""
+    times = {"a": [9.0, 3.0], "b": [1.0], "c": [2.0]}
+    assert model._readiness("abc", times, 4.0) == ([("b", 0.0), ("c", 0.5), ("a", 1.0)], 0.5)
+    two = {"a": [1.0, 5.0, 10.0], "b": [2.0, 8.0, 12.0]}  # b is ready 1, 3 and 2 seconds later
+    assert model._readiness("ab", two, 8.0) == ([("a", 0.0), ("b", 1.0)], 0.25)
+
+
 def test_times() -> None:
     found = [text.parse_time(word) for word in ("20ms", "1.5s", "500us", "none")]
     assert found == pytest.approx([0.02, 1.5, 5e-4, 0])

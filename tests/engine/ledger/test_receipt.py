@@ -212,6 +212,8 @@ def test_timeline_and_critical_regimes():
     assert spans["conv"] == [(0, 100, four), (100, 400, one)]
     assert spans["dense"] == [(0, 100, four), (100, 300, one), (300, 400, four)]
     assert critical(records()) == [(0, 100, 2), (100, 300, 0), (300, 400, 1)]
+    found = records(decisions=[decision(100, "conv", 1)])  # none about the other layer yet
+    assert critical(found) == [(0, 100, 2), (100, 400, 1)]
     found = records()
     found["job"]["policy"] = "Fixed(PowerSGD(rank=4))"
     assert critical(found) == []
