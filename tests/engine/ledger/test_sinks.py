@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from accordion_hvd.engine.ledger import CSV, JsonLines, Perfetto
+from accordion_hvd.engine.ledger import CSV, JsonLines, Perfetto, Tracker
 from accordion_hvd.engine.ledger.samples import PARTS
 
 
@@ -60,6 +60,20 @@ def test_traces_nest_and_follow_each_other(tmp_path):
         assert after["ts"] >= before["ts"] + before["dur"] - 1e-3
     flight = next(event for event in events if event["tid"] == 1)
     assert flight["dur"] == pytest.approx(3e4) and flight["args"]["bytes"] == 10
+
+
+def test_trackers_log_means_in_milliseconds_and_megabytes():
+    points = {}
+
+    class Points(Tracker):
+        def log(self, values, step):
+            points[step] = values
+
+    fill(Points(every=10))
+    parts = {"compute": 50, "encode": 10, "wait": 30, "decode": 10}
+    wanted = {"accordion/ms": 100} | {f"accordion/ms {name}": ms for name, ms in parts.items()}
+    for step, sent in ((10, 5.5), (20, 15.5)):
+        assert points[step] == pytest.approx(wanted | {"accordion/MB sent": sent})
 
 
 def run(program: str, folder: Path, **environment: str) -> str:
