@@ -29,7 +29,13 @@ from hypothesis import strategies as st
 from accordion_hvd.check import PayloadError
 from accordion_hvd.ops import bins, count_sketch, indices, journal, namespace, random
 from accordion_hvd.ops import quantization as q
-from accordion_hvd.ops.selection import accumulate_outgrown, largest_index, largest_of_bins
+from accordion_hvd.ops.selection import (
+    _SAMPLE,
+    _places,
+    accumulate_outgrown,
+    largest_index,
+    largest_of_bins,
+)
 from accordion_hvd.ops.spec import BROKEN, FOLDS
 
 
@@ -531,7 +537,7 @@ def test_poison_shows() -> None:
 @pytest.mark.parametrize("part", [0.001, 0.01, 0.3, 0.999, 1.0])
 def test_largest_is_exact(size: int, part: float) -> None:
     count = max(1, int(part * size))
-    for kind in ("normal", "heavy", "ties", "few", "few and nan", "columns", "nan"):
+    for kind in ("normal", "heavy", "ties", "few", "few and nan", "columns", "nan", "sampled"):
         x = RNG.standard_normal(size).astype(np.float32)
         if kind == "heavy":
             x = x**9
@@ -541,6 +547,8 @@ def test_largest_is_exact(size: int, part: float) -> None:
             x = np.where(np.arange(size) % 16 == 0, 0, x).astype(np.float32)
         if kind.startswith("few"):
             x = np.where(np.arange(size) % 97 == 0, x, 0).astype(np.float32)
+        if kind == "sampled":  # the sample is unlike the rest
+            x[_places(size, _SAMPLE)] *= 100
         if kind.endswith("nan"):
             x[: size // 3 : 5] = np.nan
         index = largest_index(x, count)

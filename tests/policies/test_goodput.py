@@ -201,6 +201,8 @@ def test_efficiencies_of_windows_are_combined(clocked: Make) -> None:
     w, v = (2.0 / 2 + 2.0) / (4.0 / 2 + 2.0), 1.0  # v made more progress than possible: noise
     assert policy.efficiency({}) == pytest.approx((4.0 * w + 4.5 * v) / 8.5)
     assert policy.efficiency({"w": 2}) == pytest.approx((4.0 + 4.5) / 8.5)  # FP16 serves w
+    strongest = dict.fromkeys(NAMES, 0)  # not tried yet, so that it counts as the level before it
+    assert policy.efficiency(strongest) == policy.efficiency({})
     seen = {EfficiencyWeights.key: {"w": 8.0}, Efficiency.key: {"w": -1.0}}
     policy.apply(policy.decide(seen, lr))
     assert policy.history[-len(NAMES)].efficiency == LEAST

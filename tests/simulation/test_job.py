@@ -281,6 +281,9 @@ def test_encoding_takes_the_training_thread() -> None:
     assert run.median == pytest.approx(0.1 + run.parts["encode"] + run.parts["decode"])
     none = simulate_job(model, Dense(), 8, 4, link=free, encoding=Throughput(1e6))
     assert none.parts["encode"] == none.parts["decode"] == 0
+    method = DiLoCo(4, compressor=TopK(0.1))  # 2 of 8 steps average, one tensor at a time
+    averaged = simulate_job(model, method, 8, 8, link=free, encoding=Throughput(1e6))
+    assert averaged.parts["encode"] == pytest.approx(0.08 / 4)
 
 
 def test_parts_add_up() -> None:
