@@ -52,7 +52,6 @@ class DoubleSqueeze(Wrapper):
     mean: Codec | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         for name, codec in (("codec", self.codec), ("mean", self._second)):
             if not isinstance(codec, Codec) or codec.uneven or codec.summed:
                 allowed = "a codec whose messages have a fixed size and cannot be added, such as "

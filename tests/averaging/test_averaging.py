@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from frameworks import NUMPY, TENSORFLOW, TORCH, Framework, parameters
+from frameworks import NUMPY, TENSORFLOW, TORCH, Framework, parameters, same_bits
 from model_ranks import Ranks, Update
 
 import accordion_hvd
@@ -38,11 +38,40 @@ from accordion_hvd import (
 )
 from accordion_hvd.averaging import point_to_point
 from accordion_hvd.averaging.base import Averaging
+from accordion_hvd.comm.collectives import Traffic
+from accordion_hvd.comm.local import LocalCommunicator
 from accordion_hvd.comm.shares import by_shares
 from accordion_hvd.core.base import Allreduce, Broadcast
 from accordion_hvd.core.codec import Wrapper
 from accordion_hvd.core.running import within_group
 from accordion_hvd.core.shifted import Shifted
+from accordion_hvd.engine.averages import Averages, ModelParameters
+
+
+class Mixed(ModelParameters):
+    """Parameters of three dtypes, with values that others cannot hold."""
+
+    def __init__(self) -> None:
+        kinds = {np.float16: 60_000, np.float64: 1 + 2**-40, np.float32: 1 + 2**-20}
+        self.values = [np.full(3, value, dtype) for dtype, value in kinds.items()]
+
+    def tensors(self) -> Any:
+        return ()
+
+    def read(self) -> list[Any]:
+        return self.values
+
+    def write(self, values: Sequence[Any]) -> None:
+        self.values = list(values)
+
+
+def test_parameters_add_in_their_dtypes_and_halves_in_fp32() -> None:
+    model, wanted = Mixed(), Mixed().values
+    averages = Averages(LocalSGD(1), LocalCommunicator(NUMPY.xp, 2), Traffic())
+    averages.begin("", model.read(), {})
+    averages.average(model, 0, 0.1)
+    for mine, value in zip(model.values, wanted, strict=True):
+        assert same_bits(mine, value)
 
 
 class Dealing(Ranks):

@@ -18,3 +18,12 @@ def test_randomk_gives_every_element_its_chance() -> None:
         sent += mean != 0
     assert abs(sent.mean() - 100) < 1e-9
     assert 50 < sent.min() and sent.max() < 150  # five standard deviations
+
+
+def test_randomk_draws_all_distances() -> None:
+    """One of each half of four elements, from a random first one: 1, 2 or 3 elements apart."""
+    world, found = Ranks(RandomK(0.5), 1), set()
+    for _ in range(200):
+        first, second = np.flatnonzero(world.step([np.ones(4, np.float32)])[0])
+        found.add(int(second - first))
+    assert found == {1, 2, 3}

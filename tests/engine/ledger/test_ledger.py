@@ -19,13 +19,14 @@ from frameworks import NUMPY
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accordion_hvd import FP16, WAGMA, Accordion, Dense, EFSignSGD, PowerSGD, TopK
+from accordion_hvd import FP16, LGC, WAGMA, Accordion, Dense, EFSignSGD, Info, PowerSGD, TopK
 from accordion_hvd.comm import tcp
+from accordion_hvd.compressors.lgc import CODED, DENSE, SHIPPING
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.engine.ledger import Ledger, as_ledger, files
 from accordion_hvd.engine.ledger.ledger import SHARED
-from accordion_hvd.engine.ledger.samples import PARTS, Samples, Series, thinned
+from accordion_hvd.engine.ledger.samples import PARTS, Samples, Series, _late, thinned
 from accordion_hvd.resolve import as_policy
 from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator
 
@@ -125,6 +126,16 @@ def test_errors_are_measured_more_and_more_rarely():
     assert measured[:8] == [1, 2, 10, 30, 100, 200, 300, 400]
     assert len([step for step in measured if step <= 3200]) == 36
     assert len([step for step in measured if 10_000 < step <= 100_000]) < 60
+
+
+def test_shadows_send_what_they_send_after_their_first_steps():
+    method, info = LGC(0.01, dense=10, training=20), Info()
+    assert [method.variant(step) for step in (0, 29, 30)] == [DENSE, SHIPPING, CODED]
+    for ranks in (1, 4, 7):
+        assert (
+            _late(method, info, ranks).phase == CODED and _late(method, info, ranks).size == ranks
+        )
+    assert _late(TopK(0.1), info, 4).phase == 0
 
 
 # -------------------------------------------------------------------------- nothing else changes
