@@ -43,7 +43,7 @@ from accordion_hvd import (
     simulate,
 )
 from accordion_hvd.engine import layout
-from accordion_hvd.engine.exchange import Exchange
+from accordion_hvd.engine.exchange import IN_A_ROW, Exchange
 from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.resolve import as_policy
 from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, World, lockstep
@@ -434,6 +434,17 @@ def test_large_finite_gradients_count(compressor: Compressor) -> None:
         assert world.exchanges[0].skipped == (not counts) and means[0] is not None
         assert np.isfinite(means[0]["w"]).all()
         assert abs(means[0]["w"]).max() > value / 10 if counts else not means[0]["w"].any()
+
+
+def test_a_good_step_ends_a_row_of_skipped_ones() -> None:
+    """Steps that are too large have zeros as means, and NaN after `IN_A_ROW` in succession."""
+    world, lost = simulate(TopK(0.1), 2), []
+    for large in [True] * IN_A_ROW + [False] + [True] * (IN_A_ROW + 1):
+        values = np.full((40, 30), 1e14 if large else 1.0, np.float32)
+        means = world.step([{"w": values.copy()}] * 2)
+        lost.append(means[0] is None)
+        assert means[0] is None or large == (not means[0]["w"].any())
+    assert lost == [False] * (2 * IN_A_ROW + 1) + [True]
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not c.private], ids=lambda case: case.name)
