@@ -271,8 +271,7 @@ class BucketState:
 
     def prepare(self, info: Info) -> None:
         """Make the state if there is none, or if rank or hosts of sharded states have changed."""
-        if self.created_with is not None and self.moved(info):
-            self._carry_residual(self.created_with)
+        self._follow(info)
         if self._stack is None and self._stored is None:
             self.store(self.compressor.init(self.spec, info), info)
         if self.created_with is None:
@@ -284,9 +283,11 @@ class BucketState:
         places = ((x.hosts, x.rank, x.size) for x in (made, info))
         return self.sharded and len(set(places)) > 1
 
-    def _carry_residual(self, before: Info) -> None:
-        self.carried = self._total_residual(self.compressor, self.state or {}, before)
-        self.stored, self.inactive, self.created_with = None, {}, None
+    def _follow(self, info: Info) -> None:
+        before = self.created_with
+        if before is not None and self.moved(info):
+            self.carried = self._total_residual(self.compressor, self.state or {}, before)
+            self.stored, self.inactive, self.created_with = None, {}, None
 
     def _total_residual(self, compressor: Compressor, state: State, info: Info) -> Tensor | None:
         residual = compressor.residual(state)
@@ -308,6 +309,7 @@ class BucketState:
         """Switch to another level, which takes over the residual of the old one."""
         if level == self.level:
             return
+        self._follow(info)  # the old part is not that of `info` after a resume on other hosts
         old, old_level, old_state = self.compressor, self.level, self.state
         self.serve(level)
         if old_state is None:

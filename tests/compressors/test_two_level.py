@@ -261,14 +261,18 @@ def test_powersgd_hands_over_its_factor() -> None:
     assert same_bits(entry.state["q"], kept[:1])
 
 
+@pytest.mark.parametrize("switched", [False, True])
 @pytest.mark.parametrize("local_size", [1, 3, 6])
-def test_nothing_is_lost_when_ranks_move(local_size: int) -> None:
+def test_nothing_is_lost_when_ranks_move(local_size: int, switched: bool) -> None:
     """No gradient is lost if an elastic job goes on with its ranks on other hosts."""
-    world, total = simulate(TwoLevel(PowerSGD(1)), 6, local_size=2), np.zeros(SHAPE)
+    world, total = simulate(Alternating(*SWITCHES[0], []), 6, local_size=2), np.zeros(SHAPE)
     for number, gradients in enumerate(several(6, 6)):
         if number == 3:
             for exchange in world.exchanges:
                 exchange.communicator.hosts = consecutive(6, local_size)
+                if switched:
+                    exchange.policy.current["w"] = 1
+                    exchange.switch(exchange.bucket_states[0], 1)
         means = step(world, NUMPY, gradients)
         assert means[0] is not None
         total += np.mean([g["w"] for g in gradients], 0) - means[0]["w"]
