@@ -132,9 +132,8 @@ def test_shadows_send_what_they_send_after_their_first_steps():
     method, info = LGC(0.01, dense=10, training=20), Info()
     assert [method.variant(step) for step in (0, 29, 30)] == [DENSE, SHIPPING, CODED]
     for ranks in (1, 4, 7):
-        assert (
-            _late(method, info, ranks).phase == CODED and _late(method, info, ranks).size == ranks
-        )
+        late = _late(method, info, ranks)
+        assert (late.phase, late.size) == (CODED, ranks)
     assert _late(TopK(0.1), info, 4).phase == 0
 
 
