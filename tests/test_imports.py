@@ -185,7 +185,7 @@ ORDERS = [
     "from accordion_hvd import *",
     "import accordion_hvd.simulation",
     "import accordion_hvd.simulation.one_process",
-    "import accordion_hvd.graph.partition",
+    "import accordion_hvd.graph.structure",
 ]
 CALLED = """
 import os, sys

@@ -34,8 +34,8 @@ def test_the_package_keeps_to_what_is_declared() -> None:
 @pytest.mark.parametrize(
     ("file", "mistake", "broken"),
     [
-        ("ops/bins.py", "from accordion_hvd.core import base", "Layers"),
-        ("ops/bins.py", "def late():\n    import accordion_hvd.engine.layout", "Layers"),
+        ("ops/indices.py", "from accordion_hvd.core import base", "Layers"),
+        ("ops/indices.py", "def late():\n    import accordion_hvd.engine.layout", "Layers"),
         (
             "core/base.py",
             "if TYPE_CHECKING:\n    from accordion_hvd.policies import Policy",
@@ -44,8 +44,8 @@ def test_the_package_keeps_to_what_is_declared() -> None:
         ("compressors/topk.py", "from accordion_hvd.averaging.wagma import WAGMA", "Layers"),
         ("torch/reducer.py", "from accordion_hvd.simulation import simulate", "Layers"),
         ("nowhere.py", "", "Layers"),
-        ("ops/bins.py", "def late():\n    from accordion_hvd.ops import numpy", "circle"),
-        ("ops/bins.py", "if TYPE_CHECKING:\n    from accordion_hvd.ops import numpy", "circle"),
+        ("ops/indices.py", "def late():\n    from accordion_hvd.ops import numpy", "circle"),
+        ("ops/indices.py", "if TYPE_CHECKING:\n    from accordion_hvd.ops import numpy", "circle"),
         ("comm/collectives.py", "from accordion_hvd.comm.packing import together", "circle"),
         ("engine/step.py", "def late():\n    import horovod.torch", "import Horovod"),
         ("torch/functions.py", "from horovod.torch import init", "import Horovod"),

@@ -15,7 +15,7 @@ from accordion_hvd.core.base import (
     State,
     Tensor,
 )
-from accordion_hvd.core.shifted import Shifted
+from accordion_hvd.core.codec import Shifted
 from accordion_hvd.ops import namespace
 
 RankGroup = tuple[int, ...]

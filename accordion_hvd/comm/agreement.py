@@ -15,8 +15,15 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd.comm.communicator import Communicator
-from accordion_hvd.core.base import Allgather, Allreduce, Broadcast, ExchangeGenerator, Tensor
-from accordion_hvd.core.placement import groups, require_equal
+from accordion_hvd.core.base import (
+    Allgather,
+    Allreduce,
+    Broadcast,
+    ExchangeGenerator,
+    Tensor,
+    groups,
+    require_equal,
+)
 
 _HEAD, _LENGTH = 4096, 8  # bytes of the first message of `share`, and of the length in it
 

@@ -30,8 +30,8 @@ from accordion_hvd.core.base import (
     Neighbours,
     Request,
     Tensor,
+    consecutive,
 )
-from accordion_hvd.core.placement import consecutive
 from accordion_hvd.core.running import Running
 
 Rounds = tuple[tuple[Request, ...], ...]

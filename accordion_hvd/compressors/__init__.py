@@ -8,7 +8,6 @@ from accordion_hvd.compressors.double_squeeze import DoubleSqueeze
 from accordion_hvd.compressors.ef21 import EF21
 from accordion_hvd.compressors.int8 import Int8
 from accordion_hvd.compressors.lgc import LGC
-from accordion_hvd.compressors.momentum import Momentum
 from accordion_hvd.compressors.natural import Natural
 from accordion_hvd.compressors.onebit import OneBit
 from accordion_hvd.compressors.powersgd import PowerSGD
@@ -22,7 +21,7 @@ from accordion_hvd.compressors.terngrad import TernGrad
 from accordion_hvd.compressors.threshold import Threshold
 from accordion_hvd.compressors.topk import TopK
 from accordion_hvd.compressors.two_level import TwoLevel
-from accordion_hvd.compressors.wrappers import ErrorFeedback, Gathered
+from accordion_hvd.compressors.wrappers import ErrorFeedback, Gathered, Momentum
 
 __all__ = [
     "AdaComp",

@@ -10,7 +10,7 @@ from accordion_hvd import check
 from accordion_hvd.compressors.sparsifier import Chosen, SparseCodec
 from accordion_hvd.core.base import Info, Tensor
 from accordion_hvd.core.codec import Codec, Message, Reader
-from accordion_hvd.ops import bins, namespace
+from accordion_hvd.ops import indices, namespace
 
 CONVOLUTIONAL, DENSE = 50, 500
 """The paper's numbers of elements per bin."""
@@ -52,7 +52,7 @@ class AdaComp(SparseCodec):
 
     def __post_init__(self) -> None:
         if self.bin is not None:
-            check.integer(self, "bin", self.bin, least=1, most=bins.LONG)
+            check.integer(self, "bin", self.bin, least=1, most=indices.LONG)
 
     @property
     def width(self) -> int:

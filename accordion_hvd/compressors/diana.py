@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accordion_hvd import check
-from accordion_hvd.core.shifted import Shifted
+from accordion_hvd.core.codec import Shifted
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,12 @@ from accordion_hvd.core.base import (
     Compressor,
     ExchangeGenerator,
     Info,
+    Placement,
     Private,
     State,
     Tensor,
+    place,
 )
-from accordion_hvd.core.placement import Placement, place
 from accordion_hvd.core.running import within_group
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec

@@ -14,10 +14,11 @@ from accordion_hvd.averaging.wagma import WAGMA
 from accordion_hvd.comm.collectives import Traffic
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.comm.mpi import MPINeighbours
-from accordion_hvd.comm.shares import by_shares
-from accordion_hvd.core.base import Allreduce, ExchangeGenerator, Info, State, Tensor
+from accordion_hvd.core.base import Allreduce, Alltoall, ExchangeGenerator, Info, State, Tensor
+from accordion_hvd.core.running import RequestGenerator, intercept
 from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.engine.wait_avoiding import WaitAvoiding, why_not
+from accordion_hvd.ops import namespace
 
 logger = logging.getLogger(__name__)
 
@@ -273,3 +274,44 @@ def _avoids_waiting(
             text = "wait-avoiding averages over MPI"
         logger.info("accordion_hvd: %r: %s", method, text)
     return possible
+
+
+# ------------------------------------------------------------- groups that the engine does not know
+# An engine such as Horovod must register a group before it runs collectives in it. If groups can be
+# added after its start, all its small operations are slower. An alltoall among all ranks needs no
+# group: the members send parts of their vectors to each other, and nothing to other ranks.
+
+
+def by_shares(exchange: RequestGenerator, rank: int, size: int) -> RequestGenerator:
+    """Run an exchange generator, computing means over groups by two alltoalls among all ranks.
+
+    The alltoalls send as many bytes as a ring allreduce. All ranks must request means over groups
+    at the same points, even a rank that is a group of one.
+
+    Args:
+        exchange: the generator; its requests for groups must be means.
+    """
+
+    def serve(asked: Any) -> RequestGenerator:
+        if isinstance(asked, Allreduce) and asked.group is not None:
+            return (yield from _mean(asked, rank, size))
+        return (yield asked)
+
+    return intercept(exchange, serve)
+
+
+def _mean(asked: Allreduce, rank: int, size: int) -> RequestGenerator:
+    group, tensor = asked.group or (), asked.tensor
+    assert asked.op == "mean" and rank in group
+    xp, shape = namespace(tensor), namespace(tensor).shape(tensor)
+    flat = xp.reshape(tensor, (-1,))
+    count = xp.shape(flat)[0]
+    part = -(-count // len(group))
+    # Each member averages one part of the vectors. Others get nothing, and take part.
+    splits = [part if other in group else 0 for other in range(size)]
+    received = yield Alltoall(xp.pad_last(flat, part * len(group)), splits=tuple(splits))
+    parts = [received[member] for member in group]
+    mean: Tensor = sum(parts[1:], parts[0]) / len(group)
+    received = yield Alltoall(xp.concat([mean] * len(group)), splits=tuple(splits))
+    means = xp.concat([received[member] for member in group])
+    return xp.reshape(means[:count], shape)

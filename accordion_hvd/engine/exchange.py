@@ -13,8 +13,7 @@ from typing import Any
 
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allreduce, ExchangeGenerator, Info, State, Tensor, check_narrow
-from accordion_hvd.core.shifted import Shifted
-from accordion_hvd.engine import gain
+from accordion_hvd.core.codec import Shifted
 from accordion_hvd.engine.layout import (
     Batch,
     BucketState,
@@ -31,6 +30,7 @@ from accordion_hvd.ops import numpy
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.base import UpdateRule, needs_weights
 from accordion_hvd.policies.base import Policy
+from accordion_hvd.policies.displacement import USUAL_GAIN
 from accordion_hvd.policies.evidence import Evidence
 from accordion_hvd.policies.gate import Advice, Gating
 
@@ -66,8 +66,8 @@ class Exchange:
         device: device of the first bucket.
         replicas: function that returns the weights by the tensors' names, for evidence that depends
             on the weights.
-        gains: function that returns the gains of the optimizer (`engine.gain`) for tensors, by
-            their names.
+        gains: function that returns the gains of the optimizer (`policies.displacement`) for
+            tensors, by their names.
         hyper: settings of each parameter group, as compressors receive them (`Info.hyper`).
         entry_of: bucket state of each tensor, by the tensor's number.
         tensors: all tensors; positions in this list are the tensors' numbers.
@@ -567,7 +567,7 @@ def _beside(generator: ExchangeGenerator, carried: Tensor) -> ExchangeGenerator:
 
 
 def usual_gains(names: Sequence[str]) -> dict[str, float]:
-    return dict.fromkeys(names, gain.USUAL)
+    return dict.fromkeys(names, USUAL_GAIN)
 
 
 def _no_replicas() -> Mapping[str, Tensor]:

@@ -111,7 +111,7 @@ class GradientAverager(Member[E]):
         """Return the weights that must be equal on all ranks, by name."""
 
     def gains(self, names: Sequence[str]) -> dict[str, float]:
-        """Return the optimizer's gains (`engine.gain`) for tensors, by their names."""
+        """Return the optimizer's gains (`policies.displacement`) for tensors, by their names."""
         return usual_gains(names)
 
     def rates(self) -> Tensor | None:

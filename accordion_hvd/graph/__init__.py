@@ -13,11 +13,10 @@ x = store.fetch(blocks[0].sources)
 
 from __future__ import annotations
 
-from accordion_hvd.graph.partition import Partition, partition
 from accordion_hvd.graph.sampler import Block, Sampler, SkewedSampler
 from accordion_hvd.graph.skew import SecondMomentGuard, Trace, skew_for, tight_skew, worst_case_skew
 from accordion_hvd.graph.store import FeatureStore
-from accordion_hvd.graph.structure import Graph
+from accordion_hvd.graph.structure import Graph, Partition, partition
 
 __all__ = [
     "Block",

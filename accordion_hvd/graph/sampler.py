@@ -15,9 +15,8 @@ import numpy as np
 
 from accordion_hvd import check
 from accordion_hvd.graph import draws
-from accordion_hvd.graph.partition import checked_owners
 from accordion_hvd.graph.skew import RULES, SecondMomentGuard, Trace, skew_for
-from accordion_hvd.graph.structure import Array, Graph, check_nodes, flat
+from accordion_hvd.graph.structure import Array, Graph, check_nodes, checked_owners, flat
 
 MODES = tuple(draws.DRAW_MODES)
 BASES = ("squared", "linear")

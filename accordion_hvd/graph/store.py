@@ -15,9 +15,8 @@ import numpy as np
 from accordion_hvd import check
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allgather, Alltoall
-from accordion_hvd.graph.partition import checked_owners
 from accordion_hvd.graph.rows import wire_of
-from accordion_hvd.graph.structure import Array, Graph, digest
+from accordion_hvd.graph.structure import Array, Graph, checked_owners, digest
 
 FRAMEWORKS = ("torch", "tensorflow")
 COUNTED = ("fetches", "rows", "remote", "served", "sent", "received")

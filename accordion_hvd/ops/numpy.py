@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from accordion_hvd import check
-from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret, selection
+from accordion_hvd.ops import count_sketch, indices, journal, quantization, secret, selection
 from accordion_hvd.ops.journal import consume
 from accordion_hvd.ops.spec import BROKEN, FOLDS, LARGEST, Spec
 
@@ -373,8 +373,8 @@ def secret_normal(count: int, sigma: float, dtype: str, device: Any = None) -> A
 
 
 def pack_bins(index: Array, signs: Array, shape: Sequence[int], width: int) -> Array:
-    """Pack positions in bins, and signs, into one or two bytes each; see `ops.bins`."""
-    return bins.pack(index, signs < 0, shape, width)
+    """Pack positions in bins, and signs, into one or two bytes each; see `ops.indices`."""
+    return indices.pack_bins(index, signs < 0, shape, width)
 
 
 def invalid_index(index: Array, size: int) -> Array:
@@ -590,7 +590,7 @@ largest_of_chunks = selection.largest_of_chunks
 index_of_chunks = selection.index_of_chunks
 pack_index = indices.pack
 unpack_index = indices.unpack
-unpack_bins = bins.unpack
+unpack_bins = indices.unpack_bins
 sketch = count_sketch.insert
 pack_bits = quantization.pack_bits
 unpack_bits = quantization.unpack_bits

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from accordion_hvd import check
-from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret
+from accordion_hvd.ops import count_sketch, indices, journal, quantization, secret
 from accordion_hvd.ops import numpy as oracle
 from accordion_hvd.ops.spec import BROKEN, FOLDS, LARGEST, Spec, Tensor
 
@@ -422,12 +422,14 @@ def index_of_chunks(place: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 def pack_bins(index: Tensor, signs: Tensor, shape: Sequence[int], width: int) -> Tensor:
     """Pack positions in bins, and signs, into one or two bytes each; not in a graph."""
-    return tf.convert_to_tensor(bins.pack(to_numpy(index), to_numpy(signs) < 0, shape, width))
+    return tf.convert_to_tensor(
+        indices.pack_bins(to_numpy(index), to_numpy(signs) < 0, shape, width)
+    )
 
 
 def unpack_bins(packed: Tensor, shape: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
     """Invert `pack_bins`; not in a graph."""
-    return tuple(map(tf.convert_to_tensor, bins.unpack(to_numpy(packed), shape, width)))
+    return tuple(map(tf.convert_to_tensor, indices.unpack_bins(to_numpy(packed), shape, width)))
 
 
 def pack_index(index: Tensor, size: int) -> Tensor:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from accordion_hvd import check
-from accordion_hvd.ops import bins, count_sketch, indices, journal, quantization, secret
+from accordion_hvd.ops import count_sketch, indices, journal, quantization, secret
 from accordion_hvd.ops import numpy as oracle
 from accordion_hvd.ops import quantization_torch as anywhere
 from accordion_hvd.ops.spec import BROKEN, FOLDS, LARGEST, Spec
@@ -491,12 +491,14 @@ def index_of_chunks(place: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def pack_bins(index: Tensor, signs: Tensor, shape: Sequence[int], width: int) -> Tensor:
     """Pack positions in bins, and signs, into one or two bytes each; on the host."""
     negative = to_numpy(signs) < 0
-    return torch.from_numpy(bins.pack(to_numpy(index), negative, shape, width)).to(index.device)
+    return torch.from_numpy(indices.pack_bins(to_numpy(index), negative, shape, width)).to(
+        index.device
+    )
 
 
 def unpack_bins(packed: Tensor, shape: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
     """Invert `pack_bins`, on the host."""
-    index, signs = bins.unpack(to_numpy(packed), shape, width)
+    index, signs = indices.unpack_bins(to_numpy(packed), shape, width)
     return torch.from_numpy(index).to(packed.device), torch.from_numpy(signs).to(packed.device)
 
 

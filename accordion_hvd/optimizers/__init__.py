@@ -4,8 +4,7 @@ This package contains the algorithms. Training scripts use the optimizers of the
 `accordion_hvd.torch` and `accordion_hvd.tensorflow.keras`.
 """
 
-from accordion_hvd.optimizers.adam import Adam, AMSGrad
-from accordion_hvd.optimizers.base import UpdateRule
+from accordion_hvd.optimizers.base import Adam, AMSGrad, UpdateRule
 from accordion_hvd.optimizers.birder import Birder
 from accordion_hvd.optimizers.cd_adam import CDAdam, CDAMSGrad
 from accordion_hvd.optimizers.onebit_adam import OnebitAdam

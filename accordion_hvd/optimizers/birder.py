@@ -18,8 +18,9 @@ from accordion_hvd.core.base import (
     Info,
     State,
     Tensor,
+    consecutive,
+    place,
 )
-from accordion_hvd.core.placement import consecutive, place
 from accordion_hvd.ops import namespace, random
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.base import UpdateRule

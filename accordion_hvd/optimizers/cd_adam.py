@@ -12,8 +12,7 @@ from accordion_hvd.core.base import Compressor, ExchangeGenerator, Info, State, 
 from accordion_hvd.core.codec import Codec, average
 from accordion_hvd.ops import backend, namespace
 from accordion_hvd.ops.spec import Spec
-from accordion_hvd.optimizers.adam import AMSGrad
-from accordion_hvd.optimizers.base import shaped
+from accordion_hvd.optimizers.base import AMSGrad, shaped
 from accordion_hvd.optimizers.onebit_adam import floored
 from accordion_hvd.optimizers.signs import (
     Chunks,

@@ -11,7 +11,7 @@ from accordion_hvd import check
 from accordion_hvd.core.base import Compressor, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
-from accordion_hvd.optimizers.adam import Adam
+from accordion_hvd.optimizers.base import Adam
 from accordion_hvd.optimizers.signs import SCALES, Chunks, advanced, averaged, norms
 from accordion_hvd.policies.fixed import WarmUp
 

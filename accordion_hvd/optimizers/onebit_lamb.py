@@ -11,8 +11,7 @@ from accordion_hvd import check
 from accordion_hvd.core.base import Compressor, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
-from accordion_hvd.optimizers.adam import Adam
-from accordion_hvd.optimizers.base import shaped
+from accordion_hvd.optimizers.base import Adam, shaped
 from accordion_hvd.optimizers.onebit_adam import OnebitAdam, floored
 from accordion_hvd.optimizers.signs import advanced, norms
 

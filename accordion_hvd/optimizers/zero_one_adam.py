@@ -10,8 +10,7 @@ from accordion_hvd import check
 from accordion_hvd.core.base import Allreduce, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import Spec
-from accordion_hvd.optimizers.adam import Adam
-from accordion_hvd.optimizers.base import shaped
+from accordion_hvd.optimizers.base import Adam, shaped
 from accordion_hvd.optimizers.signs import SCALES, Chunks, advanced, averaged
 
 EXACT, SIGNS, LOCAL, SYNC, FIRST = range(5)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from accordion_hvd.engine.exchange import Exchange
     from accordion_hvd.engine.layout import BucketState
 
+
 COLUMNS = 256
 BOUND, RELEASE = 0.06, 1 / 3
 
@@ -26,7 +27,7 @@ BOUND, RELEASE = 0.06, 1 / 3
 class RelativeResidual(Evidence):
     """Evidence: the norm of the ranks' mean residual, relative to the norm of the weights.
 
-    The norm is multiplied by the optimizer's gain (see `accordion_hvd.engine.gain`), so that the
+    The norm is multiplied by the optimizer's gain (`gain_of_sgd`, `gain_of_adam`), so that the
     product with the learning rate is the change of the weights for which the residual stands.
 
     The residual of a single rank is no good measure: with PowerSGD, its deviation from the mean is
@@ -132,3 +133,31 @@ def check_bounds(owner: Any, bound: Any, release: Any) -> None:
     if not (check.is_number(bound) and bound > 0):
         check.refuse(owner, "bound", bound, "a number above 0")
     check.ratio(owner, "release", release)
+
+
+# -------------------------------------------------------------------------------------------- gains
+# The gain of an optimizer is the change of a weight, in learning rates, per unit of gradient. A
+# gradient also takes part in later steps; the gain is the sum of its effects.
+_SHORTEST = 1e-3
+"""Smallest 1 - m, for momenta m of 1 and above."""
+
+_EPSILON = 1e-8
+
+
+def gain_of_sgd(momentum: float) -> float:
+    return 1 / max(1 - momentum, _SHORTEST)
+
+
+def gain_of_adam(mean: float, beta: float, steps: float) -> float:
+    """Return the mean gain of Adam for a tensor: one over the root mean square of its gradients.
+
+    Args:
+        mean: mean of Adam's second moments, without correction of their bias.
+        beta: decay of the second moments per step.
+    """
+    bias = 1 - beta**steps
+    return 1 / (math.sqrt(mean / bias) + _EPSILON) if bias > 0 else USUAL_GAIN
+
+
+USUAL_GAIN = gain_of_sgd(0.9)
+"""The gain that is assumed if the optimizer is unknown."""

@@ -23,7 +23,7 @@ import numpy as np
 
 from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging
-from accordion_hvd.core.placement import consecutive
+from accordion_hvd.core.base import consecutive
 from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.ops.numpy import Array
 from accordion_hvd.ops.spec import ITEMSIZE

@@ -12,8 +12,7 @@ import numpy as np
 
 from accordion_hvd import check
 from accordion_hvd.comm.recording import Launch, Operation
-from accordion_hvd.core.base import Hosts, Neighbours, Request
-from accordion_hvd.core.placement import consecutive
+from accordion_hvd.core.base import Hosts, Neighbours, Request, consecutive
 from accordion_hvd.ops.numpy import Array
 
 

@@ -24,15 +24,14 @@ from accordion_hvd import check
 from accordion_hvd.comm import local
 from accordion_hvd.comm.collectives import Group
 from accordion_hvd.comm.communicator import Communicator, Pending
-from accordion_hvd.core.base import Compressor, Hosts, Tensor
-from accordion_hvd.core.placement import consecutive
+from accordion_hvd.core.base import Compressor, Hosts, Tensor, consecutive
 from accordion_hvd.core.running import Running
 from accordion_hvd.engine.exchange import Exchange
-from accordion_hvd.engine.gain import of_sgd
 from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.ops import namespace
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.accordion import Alternation
+from accordion_hvd.policies.displacement import gain_of_sgd
 from accordion_hvd.resolve import as_policy
 
 Key = tuple[str, Group]
@@ -165,7 +164,7 @@ class World:
             allowed = "one that never averages models; `simulate_job` takes others"
             check.refuse("simulate", "compression", compression, allowed)
         self._hub, self._skip = Hub(ranks, consecutive(ranks, local_size)), skip
-        self._gain = gain or (lambda name: of_sgd(momentum))
+        self._gain = gain or (lambda name: gain_of_sgd(momentum))
         self._links: list[SimulatedCommunicator] = []
         self.exchanges: list[Exchange] = []
 
@@ -302,7 +301,7 @@ def simulate(
         local_size: number of ranks per host (`TwoLevel` depends on it).
         momentum: momentum of SGD, for policies that depend on it.
         gain: for optimizers other than SGD, function that returns the gain (see
-            `accordion_hvd.engine.gain`) for the tensor of a name.
+            `accordion_hvd.policies.displacement`) for the tensor of a name.
     """
     return World(compression, ranks, skip, local_size, momentum, gain)
 

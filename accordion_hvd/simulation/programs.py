@@ -31,8 +31,15 @@ from accordion_hvd.comm.recording import (
     Rounds,
     record,
 )
-from accordion_hvd.core.base import ExchangeGenerator, Hosts, Info, Neighbours, Request, Tensor
-from accordion_hvd.core.placement import consecutive
+from accordion_hvd.core.base import (
+    ExchangeGenerator,
+    Hosts,
+    Info,
+    Neighbours,
+    Request,
+    Tensor,
+    consecutive,
+)
 from accordion_hvd.core.running import Running
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.layout import Batch, BucketState, Layout, TensorInfo

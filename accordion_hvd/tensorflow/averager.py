@@ -13,7 +13,7 @@ from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.comm.horovod.tensorflow import HorovodCommunicator
 from accordion_hvd.comm.local import connect
 from accordion_hvd.core.base import Tensor
-from accordion_hvd.engine import checkpoint, gain
+from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine import guard as guards
 from accordion_hvd.engine.gradient_averager import GradientAverager
 from accordion_hvd.engine.guard import Guard
@@ -23,6 +23,7 @@ from accordion_hvd.engine.rehearsal import Pass, in_steps
 from accordion_hvd.ops import tensorflow as xp
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.accordion import Alternation
+from accordion_hvd.policies.displacement import USUAL_GAIN
 from accordion_hvd.tensorflow import validation
 from accordion_hvd.tensorflow.exchange import TensorFlowExchange
 from accordion_hvd.tensorflow.variables import (
@@ -89,7 +90,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         self.group_of: Callable[[Any], str] = lambda variable: ""  # all share their settings
         self.agrees, self.managed = True, False
         self.local: set[int] = set()  # keys (`key_of`) of variables that are not exchanged
-        self.gain: Callable[[Any], float] = lambda variable: gain.USUAL
+        self.gain: Callable[[Any], float] = lambda variable: USUAL_GAIN
         self.rate: Rate | None = None  # the optimizer's, if there is one
         self.scaler: Rate | None = None
         self._elsewhere: set[int] = set()  # keys of variables with gradients on some ranks only

@@ -14,7 +14,7 @@ from horovod.common.elastic import ObjectState
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.tensorflow.elastic import *  # noqa: F403
 
-from accordion_hvd.comm.horovod import connections
+from accordion_hvd.comm.horovod import engine
 from accordion_hvd.engine.membership import FollowsRanks
 from accordion_hvd.tensorflow.functions import broadcast_variables
 
@@ -101,7 +101,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
         with _failures():
             return function(*args, **kwargs)
 
-    return connections.decorated(_horovod, hvd, converting)
+    return engine.decorated(_horovod, hvd, converting)
 
 
 @contextlib.contextmanager

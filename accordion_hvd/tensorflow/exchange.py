@@ -14,8 +14,8 @@ import tensorflow as tf
 from accordion_hvd.comm import timeouts
 from accordion_hvd.comm.collectives import Traffic
 from accordion_hvd.core.base import Info, State, Tensor
+from accordion_hvd.core.codec import Shifted
 from accordion_hvd.core.observer import Observer
-from accordion_hvd.core.shifted import Shifted
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.layout import BucketState
 from accordion_hvd.engine.step import Step

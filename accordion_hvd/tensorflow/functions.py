@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from accordion_hvd.comm import timeouts
-from accordion_hvd.comm.horovod import connections, process_sets
+from accordion_hvd.comm.horovod import engine, process_sets
 from accordion_hvd.comm.horovod.tensorflow import HorovodCommunicator, hvd
 from accordion_hvd.core.base import Broadcast, ExchangeGenerator
 from accordion_hvd.tensorflow.variables import plain
@@ -27,7 +27,7 @@ def init(*args: Any, **kwargs: Any) -> Any:
     """
     timeouts.limit_horovod()
     process_sets.let_add()
-    return connections.start(lambda: hvd.init(*args, **kwargs))
+    return engine.start(lambda: hvd.init(*args, **kwargs))
 
 
 @tf.autograph.experimental.do_not_convert

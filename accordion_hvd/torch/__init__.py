@@ -22,9 +22,9 @@ from accordion_hvd import check
 from accordion_hvd.engine.checkpoint import load_state, save_state
 from accordion_hvd.torch import compressed
 from accordion_hvd.torch import engines as _engines
-from accordion_hvd.torch.batches import AccordionBatchSampler
 from accordion_hvd.torch.compressed import *  # noqa: F403
 from accordion_hvd.torch.functions import (
+    AccordionBatchSampler,
     broadcast_optimizer_state,
     broadcast_parameters,
     init,

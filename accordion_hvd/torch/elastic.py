@@ -11,7 +11,7 @@ from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch.elastic import *  # noqa: F403
 from horovod.torch.elastic import state as _state
 
-from accordion_hvd.comm.horovod import connections
+from accordion_hvd.comm.horovod import engine
 from accordion_hvd.engine.membership import FollowsRanks, replaced
 from accordion_hvd.torch import engines
 from accordion_hvd.torch.functions import broadcast_optimizer_state
@@ -57,7 +57,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 
     After a failure, all connections of Horovod are closed, so that other ranks notice the failure.
     """
-    return connections.decorated(_horovod, hvd, function)
+    return engine.decorated(_horovod, hvd, function)
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allgather, ExchangeGenerator
-from accordion_hvd.engine import checkpoint, gain
+from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.gradient_averager import GradientAverager
 from accordion_hvd.engine.guard import Guard
@@ -24,6 +24,7 @@ from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.ops import on_cpu
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.policies import Policy
+from accordion_hvd.policies.displacement import USUAL_GAIN, gain_of_adam, gain_of_sgd
 from accordion_hvd.torch import engines, validation
 from accordion_hvd.validate import OWNER
 
@@ -602,9 +603,9 @@ def gain_of(group: Mapping[str, Any], state: Mapping[str, Any]) -> float:
     moments = next((state[name] for name in MOMENTS if name in state), None)
     if moments is None or "acc_delta" in state:  # Adadelta has no learning rate in this sense
         if momentum is None:
-            return gain.USUAL
-        return gain.of_sgd(float(momentum)) * (1 - (group.get("dampening", 0) if momentum else 0))
+            return USUAL_GAIN
+        return gain_of_sgd(float(momentum)) * (1 - (group.get("dampening", 0) if momentum else 0))
     local: torch.Tensor = moments.to_local() if hasattr(moments, "to_local") else moments
     beta = group.get("betas", (0.0, 0.0))[1]  # optimizers of other packages may lack some entries
     steps = float(state.get("step", math.inf))
-    return gain.of_sgd(momentum or 0.0) * gain.of_adam(float(local.float().mean()), beta, steps)
+    return gain_of_sgd(momentum or 0.0) * gain_of_adam(float(local.float().mean()), beta, steps)

@@ -35,8 +35,8 @@ from accordion_hvd.core.base import (
     Request,
     State,
     Tensor,
+    consecutive,
 )
-from accordion_hvd.core.placement import consecutive
 from accordion_hvd.core.running import Running
 from accordion_hvd.ops import backend
 from accordion_hvd.resolve import parse

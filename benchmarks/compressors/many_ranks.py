@@ -22,9 +22,8 @@ from accordion_hvd.compressors import (
     PowerSGD,
     TopK,
 )
-from accordion_hvd.core.base import Compressor
+from accordion_hvd.core.base import Compressor, consecutive
 from accordion_hvd.core.codec import Codec
-from accordion_hvd.core.placement import consecutive
 from accordion_hvd.engine.layout import TensorInfo
 from accordion_hvd.policies import Fixed
 from accordion_hvd.simulation import Link, Throughput

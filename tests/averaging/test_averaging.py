@@ -36,16 +36,14 @@ from accordion_hvd import (
     TwoLevel,
     simulate,
 )
-from accordion_hvd.averaging import point_to_point
+from accordion_hvd.averaging import cold
 from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.collectives import Traffic
 from accordion_hvd.comm.local import LocalCommunicator
-from accordion_hvd.comm.shares import by_shares
 from accordion_hvd.core.base import Allreduce, Broadcast
-from accordion_hvd.core.codec import Wrapper
+from accordion_hvd.core.codec import Shifted, Wrapper
 from accordion_hvd.core.running import within_group
-from accordion_hvd.core.shifted import Shifted
-from accordion_hvd.engine.averages import Averages, ModelParameters
+from accordion_hvd.engine.averages import Averages, ModelParameters, by_shares
 
 
 class Mixed(ModelParameters):
@@ -555,14 +553,14 @@ def test_a_message_means_the_same_to_both(compressor: Any, framework: Framework)
         info = Info(step=step, rank=1, size=4, name="model")
         try:
             x = framework.tensor(values)
-            message, mine, kept = point_to_point.encode(compressor, x, kept, info)
+            message, mine, kept = cold.encode(compressor, x, kept, info)
         except ValueError as error:
             assert "whose size changes" in str(error)
             assert type(compressor).__name__ in ("AdaComp", "DGC", "Threshold", "ScaleCom")
             return
         like = framework.tensor(np.zeros(600, np.float32))
         reader = Info(step=step, rank=3, size=4, name="model")
-        theirs = point_to_point.decode(compressor, message, like, reader, sender=1)
+        theirs = cold.decode(compressor, message, like, reader, sender=1)
         assert (framework.array(mine) == framework.array(theirs)).all()
         assert framework.array(mine).any()
 

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("psutil")  # comes with Horovod
 
-from accordion_hvd.comm.horovod import connections  # noqa: E402
+from accordion_hvd.comm.horovod import engine  # noqa: E402
 
 
 class Ranks:
@@ -66,10 +66,10 @@ def test_a_reset_closes_what_horovod_has_left_open(ranks: Ranks) -> None:
     calls: list[str] = []
     hvd = SimpleNamespace(shutdown=lambda: calls.append("shutdown"), init=ranks.connect)
     ranks.connect()  # a connection that is not Horovod's
-    connections.start(hvd.init)
+    engine.start(hvd.init)
     module = elastic_module(hvd, calls)
     own = module._reset
-    train = connections.decorated(module, hvd, lambda: calls.append("train"))
+    train = engine.decorated(module, hvd, lambda: calls.append("train"))
     assert module._reset is own  # other users of the module keep Horovod's reset
     train()
     assert calls == ["train", "shutdown", "train"]
@@ -84,8 +84,8 @@ def test_a_descriptor_that_was_closed_meanwhile_is_no_error(ranks: Ranks) -> Non
     ranks.connect()
     near, far = ranks.pairs[0]
     address, number = (near.getsockname(), near.getpeername()), near.fileno()
-    connections._close((("127.0.0.1", 1), ("127.0.0.1", 2)), number)  # another connection's number
+    engine._close((("127.0.0.1", 1), ("127.0.0.1", 2)), number)  # another connection's number
     far.sendall(b"x")
     assert near.recv(1) == b"x"
     near.close()
-    connections._close(address, number)
+    engine._close(address, number)

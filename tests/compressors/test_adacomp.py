@@ -21,7 +21,7 @@ from accordion_hvd import (
     TwoLevel,
     simulate,
 )
-from accordion_hvd.ops import bins, selection
+from accordion_hvd.ops import indices, selection
 from accordion_hvd.resolve import parse
 
 
@@ -72,7 +72,7 @@ def rate(width: int, size: int, drift: float = 0.0) -> tuple[float, float, float
         before = error + g
         error, index, scale = selection.accumulate_outgrown(error, g, width)
         assert same_bits(error, before)
-        packed = bins.pack(index, error[index] < 0, (size,), width)
+        packed = indices.pack_bins(index, error[index] < 0, (size,), width)
         error[index] -= np.sign(error[index]) * scale[0]
         if number >= steps - 50:
             payload, sent = payload + packed.size + 4, sent + index.size
@@ -225,10 +225,10 @@ def test_positions_survive_packing(rows: int, size: int, width: int, data: st.Da
     chosen = data.draw(st.sets(st.integers(0, rows * size - 1), max_size=50))
     index = np.array(sorted(chosen), np.int32)
     negative = np.array([data.draw(st.booleans()) for _ in chosen], bool)
-    packed = bins.pack(index, negative, (rows, size), width)
-    places, signs = bins.unpack(packed, (rows, size), width)
+    packed = indices.pack_bins(index, negative, (rows, size), width)
+    places, signs = indices.unpack_bins(packed, (rows, size), width)
     assert same_bits(places, index)
     np.testing.assert_array_equal(signs < 0, negative)
     if index.size:
         with pytest.raises(ValueError, match="bins instead of"):
-            bins.unpack(packed, (rows + 1, size), width)
+            indices.unpack_bins(packed, (rows + 1, size), width)

@@ -33,7 +33,7 @@ from accordion_hvd import (
 )
 from accordion_hvd.comm.agreement import VARIABLE, discover_hosts
 from accordion_hvd.compressors.two_level import slice_shape
-from accordion_hvd.core.placement import consecutive, groups, place
+from accordion_hvd.core.base import consecutive, groups, place
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.checkpoint_files import read_manifest
 from accordion_hvd.resolve import as_policy

@@ -37,8 +37,7 @@ from accordion_hvd import (
     TopK,
     simulate,
 )
-from accordion_hvd.core.codec import Message, parse
-from accordion_hvd.core.shifted import Shifted
+from accordion_hvd.core.codec import Message, Shifted, parse
 from accordion_hvd.simulation.one_process import World
 
 CODECS = [

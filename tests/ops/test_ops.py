@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accordion_hvd.check import PayloadError
-from accordion_hvd.ops import bins, count_sketch, indices, journal, namespace, random
+from accordion_hvd.ops import count_sketch, indices, journal, namespace, random
 from accordion_hvd.ops import quantization as q
 from accordion_hvd.ops.selection import (
     _SAMPLE,
@@ -176,7 +176,10 @@ RESULTS: list[tuple[str, tuple[Any, ...], float]] = [  # operation, arguments, t
     ("index_of_chunks", (np.stack([PLACES, PLACES[:, ::-1], PLACES + 1]), 34), 0),
     *[("pack_bins", (INDEX, V[:4], (2, 20), width), 0) for width in (7, 63, 64)],
     ("pack_bins", (INDEX[:0], V[:0], (40,), 7), 0),
-    *[("unpack_bins", (bins.pack(INDEX, V[:4] < 0, (40,), w), (40,), w), 0) for w in (7, 64)],
+    *[
+        ("unpack_bins", (indices.pack_bins(INDEX, V[:4] < 0, (40,), w), (40,), w), 0)
+        for w in (7, 64)
+    ],
     ("unpack_bins", (np.zeros(0, np.uint8), (40,), 7), 0),
     *[("invalid_index", (INDEX, size), 0) for size in (40, 39)],
     ("invalid_index", (INDEX[::-1].copy(), 40), 0),

@@ -24,8 +24,7 @@ from frameworks import (
 from rules import BirderOracle, birder_rounds, numbers
 
 from accordion_hvd import Accordion, StepSchedule, simulate
-from accordion_hvd.core.base import Info
-from accordion_hvd.core.placement import consecutive
+from accordion_hvd.core.base import Info, consecutive
 from accordion_hvd.ops import numpy as xp
 from accordion_hvd.ops import quantization, random
 from accordion_hvd.optimizers import Birder

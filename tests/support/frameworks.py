@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from accordion_hvd.core.base import Compressor, Info
-from accordion_hvd.core.placement import consecutive
+from accordion_hvd.core.base import Compressor, Info, consecutive
 from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, lockstep
 
 

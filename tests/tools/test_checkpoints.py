@@ -17,7 +17,7 @@ from accordion_hvd import Accordion, Gate, PowerSGD, TopK, simulate
 from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine import checkpoint_files as files
 from accordion_hvd.simulation.one_process import World
-from accordion_hvd.tools import checkpoints
+from accordion_hvd.tools import inspector
 from accordion_hvd.tools.command import main
 
 
@@ -181,13 +181,13 @@ def shown(directory: Path) -> str:
 
 def test_privacy_that_was_spent_since(tmp_path: Path) -> None:
     """If a privacy budget was spent, the error says that no older checkpoint is restored."""
-    complete = checkpoints.Checkpoint(tmp_path, {"exchanges": [{"policy": {"privacy": {}}}]})
-    damaged = [checkpoints.Checkpoint(tmp_path / "x", problem="cut")]
-    assert "restores no older one" in checkpoints.verdict(damaged, complete)
+    complete = inspector.Checkpoint(tmp_path, {"exchanges": [{"policy": {"privacy": {}}}]})
+    damaged = [inspector.Checkpoint(tmp_path / "x", problem="cut")]
+    assert "restores no older one" in inspector.verdict(damaged, complete)
 
 
 def test_many_ranks_are_summed_up(tmp_path: Path) -> None:
-    ranks = checkpoints.MOST_RANKS + 1
+    ranks = inspector.MOST_RANKS + 1
     save(tmp_path, train(simulate(TopK(0.1), ranks), 1, ranks))
     text = show(tmp_path).output
     least, middle, most = (float(cells(text, name)[2]) for name in ("least", "median", "most"))
@@ -200,9 +200,9 @@ def test_compressors_by_the_policys_text() -> None:
     `Replay`, which would read a file, is not made from its text.
     """
     policy = Accordion(low=PowerSGD(4), high=TopK(0.1), gate=Gate())
-    again = checkpoints.policy_of(repr(policy))
-    found = [checkpoints.compressor_at(again, "w", level) for level in range(5)]
+    again = inspector.policy_of(repr(policy))
+    found = [inspector.compressor_at(again, "w", level) for level in range(5)]
     assert found == [repr(x) for x in (PowerSGD(4), TopK(0.1), *Gate().fallbacks)] + [""]
-    assert checkpoints.start_of(again, "w") == repr(PowerSGD(4))
-    assert checkpoints.policy_of("Replay('/dev/zero')") is None
-    assert checkpoints.policy_of("MyPolicy(3)") is None and not checkpoints.start_of(None, "w")
+    assert inspector.start_of(again, "w") == repr(PowerSGD(4))
+    assert inspector.policy_of("Replay('/dev/zero')") is None
+    assert inspector.policy_of("MyPolicy(3)") is None and not inspector.start_of(None, "w")

@@ -21,7 +21,7 @@ from accordion_hvd.simulation.programs import FusionGroup, Program
 from accordion_hvd.tools import command as entry
 from accordion_hvd.tools import text
 from accordion_hvd.tools.command import main
-from accordion_hvd.tools.plan import command, example, model, table
+from accordion_hvd.tools.plan import command, model, table
 
 torch = pytest.importorskip("torch")
 
@@ -139,10 +139,10 @@ def test_gradients_are_timed_during_the_backward_pass(script: Path) -> None:
 
 
 def test_the_example_in_both_frameworks() -> None:
-    for make in (example._torch, example._keras):
+    for make in (command._torch, command._keras):
         made, step = make()
         step()
-        weights = made.parameters() if make is example._torch else made.trainable_variables
+        weights = made.parameters() if make is command._torch else made.trainable_variables
         assert 9e6 < sum(math.prod(x.shape) for x in weights) < 11e6
     found = plan("dense", *CLUSTER)
     assert found.exit_code == 0 and found.output.startswith("An example; pass --model")

@@ -11,11 +11,11 @@ import torch
 from accordion_hvd.comm import timeouts
 from accordion_hvd.comm.collectives import Group
 from accordion_hvd.comm.communicator import Communicator, RankLost
-from accordion_hvd.comm.horovod import connections, process_sets
+from accordion_hvd.comm.horovod import process_sets
 from accordion_hvd.comm.horovod.process_sets import Members, addable
 from accordion_hvd.ops import torch as xp
 
-__all__ = ["HorovodCommunicator", "connections", "hvd", "process_sets"]
+__all__ = ["HorovodCommunicator", "hvd", "process_sets"]
 
 Tensor: TypeAlias = torch.Tensor
 _OPS = {"mean": hvd.Average, "sum": hvd.Sum, "max": hvd.Max}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from accordion_hvd.comm.agreement import has_horovod, started_by_mpi
-from accordion_hvd.comm.engine import Engine
+from accordion_hvd.comm.communicator import Engine
 from accordion_hvd.comm.torch_distributed import interface, process_sets, start
 from accordion_hvd.comm.torch_distributed.communicator import TorchCommunicator
 

@@ -22,7 +22,7 @@ from accordion_hvd.comm.horovod.keras import hvd as _horovod
 from accordion_hvd.engine.checkpoint import load_state, save_state
 from accordion_hvd.tensorflow.functions import broadcast_global_variables, init
 from accordion_hvd.tensorflow.keras import callbacks, compressed, elastic
-from accordion_hvd.tensorflow.keras.batches import AccordionDataset
+from accordion_hvd.tensorflow.keras.callbacks import AccordionDataset
 from accordion_hvd.tensorflow.keras.compressed import *  # noqa: F403
 from accordion_hvd.tensorflow.keras.optimizer import (
     DistributedOptimizer,

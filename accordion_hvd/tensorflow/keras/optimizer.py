@@ -17,12 +17,12 @@ from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.communicator import ProcessSet
 from accordion_hvd.comm.horovod.tensorflow import hvd
 from accordion_hvd.core.base import ResidualDtype
-from accordion_hvd.engine import gain
 from accordion_hvd.engine.controls import Controls, ModelControls
 from accordion_hvd.engine.guard import Guard, Mode
 from accordion_hvd.engine.ledger import LedgerOption, as_ledger
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.accordion import Alternation, ByteBudget
+from accordion_hvd.policies.displacement import USUAL_GAIN, gain_of_adam, gain_of_sgd
 from accordion_hvd.resolve import Compression, resolve
 from accordion_hvd.tensorflow import validation
 from accordion_hvd.tensorflow.averager import TensorFlowGradientAverager
@@ -601,14 +601,14 @@ MOMENTS = {
 
 
 def gain_of(optimizer: Any, variable: Any) -> float:
-    """Return the gain of Keras' optimizers for a variable; see `accordion_hvd.engine.gain`."""
+    """Return the gain of Keras' optimizers for a variable; see `policies.displacement`."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
     momentum = getattr(optimizer, "momentum", None)
     kind = next((kind for kind in MOMENTS if isinstance(optimizer, kind)), None)
     if kind is None:
-        return gain.USUAL if momentum is None else gain.of_sgd(float(momentum))
+        return USUAL_GAIN if momentum is None else gain_of_sgd(float(momentum))
     moments = getattr(optimizer, MOMENTS[kind])[optimizer._get_variable_index(variable)]
     mean = float(tf.reduce_mean(tf.cast(moments, tf.float32)))
     steps = float(tf.cast(optimizer.iterations, tf.float32))
     beta = getattr(optimizer, "beta_2", 0.0)  # only Adam corrects the bias of its moments
-    return gain.of_sgd(momentum or 0.0) * gain.of_adam(mean, beta, steps)
+    return gain_of_sgd(momentum or 0.0) * gain_of_adam(mean, beta, steps)

@@ -13,7 +13,8 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accordion_hvd.engine.ledger import charts, files
+from accordion_hvd.engine.ledger import files
+from accordion_hvd.engine.ledger import page as charts
 from accordion_hvd.engine.ledger.ledger import SHARED
 from accordion_hvd.engine.ledger.page import LEVELS, LINES, TEMPLATE, page
 from accordion_hvd.engine.ledger.samples import PARTS
