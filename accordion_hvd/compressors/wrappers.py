@@ -32,6 +32,7 @@ class CompressorWrapper(Compressor):
     fp16_reduction = property(attrgetter("compressor.fp16_reduction"))  # type: ignore[assignment]
     period = property(attrgetter("compressor.period"))
     startup_steps = property(attrgetter("compressor.startup_steps"))
+    additive = property(attrgetter("compressor.additive"))
 
     def accept(self, spec: Spec, name: str) -> None:
         self.compressor.accept(spec, name)
@@ -165,6 +166,7 @@ class Momentum(CompressorWrapper):
 
     summary = "Momentum(Natural())", "as the inner compressor", "comparisons, with plain SGD"
     output = "update"
+    additive = False
 
     compressor: Compressor
     momentum: float = 0.9

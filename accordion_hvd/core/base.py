@@ -247,8 +247,8 @@ class Compressor(NotForStockHorovod):
         fp16_reduction: whether it sends fp16 values only. The ranks then choose once whether the
             engine or the communicator adds them (`comm.fp16_reduction`).
         sharded: whether the state covers only a part of the tensor, on known hosts if it is
-            `topology_aware` (see `expand_residual`). The residual of other levels is then added to
-            the next gradient, unless they cover the `same_part`.
+            `topology_aware` (see `expand_residual`). It takes over the residual only of levels
+            that cover the `same_part`.
     """
 
     summary: ClassVar[tuple[str, str, str]]
@@ -346,6 +346,16 @@ class Compressor(NotForStockHorovod):
         A method that returns updates must also define the updates of these tensors.
         """
         return None
+
+    @property
+    def additive(self) -> bool:
+        """Return whether what is added to one gradient is applied once, at once or later.
+
+        If so, a residual of other levels that the state has no room for is added to the next
+        gradient. Otherwise, since momentum would multiply it, or shifts or signs forget it, it is
+        sent whole beside the next message.
+        """
+        return self.output == "gradient"
 
     def residual(self, state: State) -> Tensor | None:
         """Return this rank's residual, in units of the gradient; None without feedback or state."""

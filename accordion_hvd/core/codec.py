@@ -269,7 +269,7 @@ class Shifted(Wrapper):
 
     With m_i the decoded message of rank i, h_i <- h_i + alpha m_i. Each rank also tracks h, the
     mean of all h_i. The state is `local` (h_i) and `mean` (h), both fp32 in the codec's layout. The
-    residual of other levels is sent whole beside the first message, which would forget it.
+    residual of other levels is not `additive`: the next message would forget it.
 
     Attributes:
         alpha: step size of the shifts.
@@ -280,6 +280,7 @@ class Shifted(Wrapper):
     per_rank_state: ClassVar[tuple[str, ...]] = ("local",)
     alpha: float = 1.0
     ahead: ClassVar[bool] = False
+    additive = False
 
     def init(self, spec: Spec, info: Info) -> State:
         """Return the state: zeros, so that the first message encodes the gradient itself."""

@@ -13,7 +13,6 @@ from typing import Any
 
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allreduce, ExchangeGenerator, Info, State, Tensor, check_narrow
-from accordion_hvd.core.codec import Shifted
 from accordion_hvd.engine.layout import (
     Batch,
     BucketState,
@@ -26,7 +25,7 @@ from accordion_hvd.engine.ledger import Ledger
 from accordion_hvd.engine.policy_sync import PolicySync, sync_of
 from accordion_hvd.engine.saved_state import SavedState
 from accordion_hvd.engine.step import Accounts, Step
-from accordion_hvd.ops import numpy
+from accordion_hvd.ops import namespace, numpy
 from accordion_hvd.ops.spec import Spec
 from accordion_hvd.optimizers.base import UpdateRule, needs_weights
 from accordion_hvd.policies.base import Policy
@@ -284,8 +283,7 @@ class Exchange:
         if self.ledger.samples.measuring:
             self.ledger.samples.before(self, batch, grad)
         carried = batch.carried()
-        # Such a compressor would forget what is added to one gradient: it is sent whole, beside.
-        if carried is not None and isinstance(first.compressor, Shifted):
+        if carried is not None and not first.compressor.additive:
             return _beside(first.compressor.exchange(grad, batch.state, info), carried)
         if carried is not None:
             grad = grad + self.xp.cast(carried, first.bucket.dtype)
@@ -563,7 +561,8 @@ class Exchange:
 
 def _beside(generator: ExchangeGenerator, carried: Tensor) -> ExchangeGenerator:
     mean, state = yield from generator
-    return mean + (yield Allreduce(carried)), state
+    owed, xp = (yield Allreduce(carried)), namespace(mean)
+    return mean + xp.cast(owed, xp.dtype(mean)), state
 
 
 def usual_gains(names: Sequence[str]) -> dict[str, float]:

@@ -14,7 +14,6 @@ import tensorflow as tf
 from accordion_hvd.comm import timeouts
 from accordion_hvd.comm.collectives import Traffic
 from accordion_hvd.core.base import Info, State, Tensor
-from accordion_hvd.core.codec import Shifted
 from accordion_hvd.core.observer import Observer
 from accordion_hvd.engine.exchange import Exchange
 from accordion_hvd.engine.layout import BucketState
@@ -184,7 +183,7 @@ class TensorFlowExchange(Exchange):
         entry.evidence = {
             k: self._as_variable((index, None, k), value) for k, value in entry.evidence.items()
         }
-        if isinstance(entry.compressor, Shifted) and entry.carried is not None:
+        if entry.carried is not None and not entry.compressor.additive:
             if not xp.to_numpy(tf.convert_to_tensor(entry.carried)).any():
                 entry.carried = None  # it has been sent
         entry.carried = self._as_variable((index, None, "carried"), entry.carried)

@@ -16,12 +16,14 @@ from frameworks import NUMPY, Framework, Ranks, exact_mean, normals, parameters,
 from accordion_hvd import (
     BF16,
     COLD,
+    DGC,
     EF21,
     FP16,
     QSGD,
     WAGMA,
     AdaComp,
     Codec,
+    Compressor,
     Dense,
     Diana,
     EFSignSGD,
@@ -33,8 +35,10 @@ from accordion_hvd import (
     Natural,
     OneBit,
     RandomK,
+    SignSGD,
     Threshold,
     TopK,
+    TwoLevel,
     simulate,
 )
 from accordion_hvd.core.codec import Message, Shifted, parse
@@ -154,6 +158,36 @@ def test_a_codec_without_a_meaning_says_so() -> None:
 
     with pytest.raises(TypeError, match="Mute defines neither decode"):
         Ranks(Mute(), 1).step([np.ones(laws.SHAPE, np.float32)])
+
+
+# ----------------------------------------------------------------- residuals of other levels
+@pytest.mark.parametrize("framework", parameters())
+@pytest.mark.parametrize(
+    "method",
+    [
+        EF21(TopK(0.1)),
+        TwoLevel(Diana(QSGD(4))),
+        Momentum(Dense()),
+        Momentum(QSGD(4)),
+        TwoLevel(DGC(0.1)),
+        SignSGD(0.9),
+    ],
+    ids=repr,
+)
+def test_a_residual_of_another_level_counts_once(method: Compressor, framework: Framework) -> None:
+    """Momentum must not multiply it, and neither shifts nor signs may forget it."""
+    worlds = [simulate(method, 4, local_size=2) for _ in range(2)]
+    owed = {"w": np.stack(next(normals(laws.SHAPE, 4))), "v": np.stack(next(normals((40, 30), 4)))}
+    for number, gradients in enumerate(laws.several(4, 6)):
+        if number == 2:
+            for rank, exchange in enumerate(worlds[0].exchanges):
+                for entry in exchange.bucket_states:
+                    if entry.bucket.name in owed:
+                        entry.carried = framework.tensor(owed[entry.bucket.name][rank])
+        mine, usual = (laws.step(world, framework, gradients)[0] for world in worlds)
+        for name in owed:
+            wanted = usual[name] + owed[name].mean(0) * (number == 2)
+            np.testing.assert_allclose(mine[name], wanted, atol=1e-5, err_msg=str(number))
 
 
 # ------------------------------------------------------------------------------- EF21 and DIANA
