@@ -98,9 +98,10 @@ class Options:
         return 100 if self.short else STUDIES[study].steps
 
     def pairs(self) -> Iterator[tuple[str, str]]:
-        """Yield the chosen studies and methods."""
+        """Yield the chosen studies and methods, those of the front first."""
         for study in self.studies or STUDIES:
-            for method in METHODS if study == "small" else FRONT:
+            others = [method for method in METHODS if method not in FRONT]
+            for method in (*FRONT, *(others if study == "small" else ())):
                 if method in (self.methods or [method]):
                     yield study, method
 
@@ -125,12 +126,20 @@ def upcoming(tried: Mapping[float, float], first: float) -> float | None:
 def todo(study: str, method: str, rows: Sequence[Outcome]) -> list[tuple[float, int]]:
     """Return (learning rate, seed) of the trainings that can begin."""
     mine = [row for row in rows if (row.study, row.method) == (study, method)]
-    tried = {row.lr: row.held_out for row in mine if row.seed == TUNING}
-    lr = upcoming(tried, METHODS[method].rate)
+    tried = _tuned(study, method, rows)
+    # Longer and larger trainings begin where the small one has ended.
+    small = _tuned("small", method, rows)
+    lr = upcoming(tried, best_rate(small) if small else METHODS[method].rate)
     if lr is not None:
         return [(lr, TUNING)]
     best = best_rate(tried)
     return [(best, seed) for seed in SEEDS if (best, seed) not in {(r.lr, r.seed) for r in mine}]
+
+
+def _tuned(study: str, method: str, rows: Sequence[Outcome]) -> dict[float, float]:
+    """Return the losses of the trainings that choose a method's rate."""
+    mine = [row for row in rows if (row.study, row.method, row.seed) == (study, method, TUNING)]
+    return {row.lr: row.held_out for row in mine}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -197,14 +206,18 @@ Results = Mapping[str, Sequence[Outcome]]
 """Method -> its reported results, one per seed."""
 
 
-def reported(study: str, rows: Sequence[Outcome]) -> Results:
-    """Return the results of a study at each method's best rate, if there is one for each seed."""
+def reported(study: str, rows: Sequence[Outcome], then: str = "") -> Results:
+    """Return the results of a study at each method's best rate, if there is one for each seed.
+
+    With `then`, such as ", then plays", they are those of the models' training on a second text.
+    """
     found: dict[str, Sequence[Outcome]] = {}
     for method in METHODS:
-        if not (tuned := [r for r in rows if (r.study, r.method, r.seed) == (study, method, 0)]):
+        if not (tuned := _tuned(study, method, rows)):
             continue
-        lr = best_rate({row.lr: row.held_out for row in tuned})
-        mine = [r for r in rows if (r.study, r.method, r.lr) == (study, method, lr) and r.seed]
+        lr = best_rate(tuned)
+        place = (study + then, method, lr)
+        mine = [r for r in rows if (r.study, r.method, r.lr) == place and r.seed != TUNING]
         if len(mine) == len(SEEDS):
             found[method] = sorted(mine, key=lambda row: row.seed)
     return found
@@ -257,7 +270,7 @@ def _percent(values: tuple[float, float, float] | None) -> str:
 def _section(study: str, found: Results, rows: Sequence[Outcome]) -> str:
     size = STUDIES[study]
     count = sum(x.numel() for x in size.network().parameters())
-    after = reported(f"{study}, then plays", rows)
+    after = reported(study, rows, ", then plays")
     columns = {
         "method": "{method}", "fewer, 4 ranks": "{four}", "64 ranks": "{many}", "best rate": "{lr}",
         "loss": "{loss}", "over Dense": "{over}", "after plays": "{after}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,15 @@ def test_seeds_follow_the_best_rate() -> None:
     found = transformers_command.reported("small", rows)
     assert [row.held_out for row in found["Dense"]] == [2.0, 3.0, 4.0]
     assert not transformers_command.reported("small", left)
+    tuned = [outcome("Dense", TUNING, abs(lr - 0.004), lr=lr) for lr in (0.002, 0.004, 0.008)]
+    assert transformers_command.todo("larger", "Dense", tuned) == [(0.004, TUNING)]
+
+
+def test_results_on_the_second_text_are_at_the_best_rate_on_the_first() -> None:
+    rows = results("Dense", 1.0, 1.0)
+    then = [replace(row, study="small, then plays", held_out=9 - row.held_out) for row in rows]
+    found = transformers_command.reported("small", [*rows, *then], ", then plays")
+    assert [row.held_out for row in found["Dense"]] == [7.0, 6.0, 5.0]
 
 
 def test_a_policy_is_compared_with_the_line_between_fixed_methods() -> None:
