@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from accordion_hvd.comm import timeouts
+from accordion_hvd.comm.agreement import largest
 from accordion_hvd.comm.collectives import Traffic
 from accordion_hvd.core.base import Info, State, Tensor
 from accordion_hvd.core.observer import Observer
@@ -160,7 +162,19 @@ class TensorFlowExchange(Exchange):
         self._ticked = self.steps
         self._rates = self.rates(lr)
         self.decide(lr)
+        self._forget_sent()
         self.prepare_trace()
+
+    def _forget_sent(self) -> None:
+        """Discard residuals that have gone beside a message, which graphs would repeat."""
+        states = self.bucket_states
+        sent = [x for x in states if x.carried is not None and not x.compressor.additive]
+        if sent:  # one that is zero on this rank may be due on another
+            left = [np.any(xp.to_numpy(tf.convert_to_tensor(x.carried))) for x in sent]
+            most = largest(xp.asarray(np.array(left, np.float32)))
+            flags = xp.to_numpy(self.communicator.run(f"{self.name}.carried", most))
+            for entry in (x for x, flag in zip(sent, flags, strict=True) if not flag):
+                entry.carried = None
 
     def replace_bucket_states(self, loaded: Sequence[BucketState]) -> None:
         super().replace_bucket_states(loaded)
@@ -183,9 +197,6 @@ class TensorFlowExchange(Exchange):
         entry.evidence = {
             k: self._as_variable((index, None, k), value) for k, value in entry.evidence.items()
         }
-        if entry.carried is not None and not entry.compressor.additive:
-            if not xp.to_numpy(tf.convert_to_tensor(entry.carried)).any():
-                entry.carried = None  # it has been sent
         entry.carried = self._as_variable((index, None, "carried"), entry.carried)
 
     def _as_variable(self, key: Any, value: Any) -> tf.Variable | None:
