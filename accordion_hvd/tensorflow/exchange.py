@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -162,11 +162,14 @@ class TensorFlowExchange(Exchange):
         self._ticked = self.steps
         self._rates = self.rates(lr)
         self.decide(lr)
-        self._forget_sent()
         self.prepare_trace()
 
-    def _forget_sent(self) -> None:
-        """Discard residuals that have gone beside a message, which graphs would repeat."""
+    def decide(self, lr: float | Mapping[str, float]) -> None:
+        """Take the decisions that are due; collective.
+
+        Residuals that have gone beside a message are discarded, since graphs would repeat them.
+        """
+        super().decide(lr)
         states = self.bucket_states
         sent = [x for x in states if x.carried is not None and not x.compressor.additive]
         if sent:  # one that is zero on this rank may be due on another

@@ -234,17 +234,19 @@ def check_accordion_switches_in_fit() -> None:
 
 def check_a_residual_goes_beside_though_one_rank_has_none() -> None:
     """The next level is EF21, which takes no residual of another; rank 0 alone has gradients."""
-    model = keras.Sequential([keras.Input((40,)), keras.layers.Dense(40, use_bias=False)])
-    schedule = StepSchedule({0: TopK(0.1), 1: EF21(TopK(0.1))}, window=2)
-    model.compile(hvd.DistributedOptimizer(SGD(0.01), compression=schedule), "mse")
     x, _ = data()
-    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     alone = x * (hvd.rank() == 0)
-    model.fit(alone, np.ones_like(x), batch_size=8, verbose=0, callbacks=[broadcast])
-    exchange = model.optimizer.exchange
-    assert "EF21" in str(exchange.levels())
-    assert exchange.bucket_states[0].carried is None, "it is sent once"
-    assert_equal_ranks(model)
+    for eager in (False, True):
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        model = keras.Sequential([keras.Input((40,)), keras.layers.Dense(40, use_bias=False)])
+        schedule = StepSchedule({0: TopK(0.1), 1: EF21(TopK(0.1))}, window=2)
+        optimizer = hvd.DistributedOptimizer(SGD(0.01), compression=schedule)
+        model.compile(optimizer, "mse", run_eagerly=eager)
+        model.fit(alone, np.ones_like(x), batch_size=8, verbose=0, callbacks=[broadcast])
+        exchange = model.optimizer.exchange
+        assert "EF21" in str(exchange.levels())
+        assert exchange.bucket_states[0].carried is None, "it is sent once"
+        assert_equal_ranks(model, eager)
 
 
 def check_fitting_again_traces_nothing_anew() -> None:
