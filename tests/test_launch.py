@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from forked import modules_of
-from launch import END, RANKS, Outcome, Report, checks_of, command_for, launch, need, ranks
+from launch import END, RANKS, SUITE, Outcome, Report, checks_of, command_for, launch, need, ranks
 
 from benchmarks import processes
 
@@ -109,8 +109,6 @@ SUITES: dict[str, list[Place]] = {
 CANARY = "core_checks.py"
 """The suite whose ranks are processes of their own, once per launcher, while others are forked."""
 
-LIMIT = 540  # seconds a launch may take (a minute or two where the cores are free)
-
 
 def everything() -> list[Any]:
     return [
@@ -128,12 +126,12 @@ def everything() -> list[Any]:
 
 
 @pytest.mark.launch
-@pytest.mark.timeout(LIMIT + 30)
+@pytest.mark.timeout(SUITE + 30)
 @pytest.mark.parametrize(("script", "place", "check"), everything())
 def test_ranks(script: str, place: Place, check: str, request: Any) -> None:
     need(place.launcher)
     forked = script != CANARY or place[:2] == ("torchrun", 4)
-    report = launch(script, *place[:2], LIMIT, checks=place.chosen, forked=forked)
+    report = launch(script, *place[:2], SUITE, checks=place.chosen, forked=forked)
     request.node.user_properties.append(("seconds", report.seconds_of(check)))
     problem = report.problem(check)
     if problem:

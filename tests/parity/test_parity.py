@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from launch import END, checks_of, launch, need
+from launch import END, SUITE, checks_of, launch, need
 
-LIMIT = 540  # seconds a launch may take
 BEHAVIOURS = checks_of("../parity/behaviours.py")
 AMONG_MORE = (
     "check_dense_is_the_average",
@@ -28,7 +27,7 @@ LAUNCHES = [
 
 
 @pytest.mark.launch
-@pytest.mark.timeout(LIMIT + 30)
+@pytest.mark.timeout(SUITE + 30)
 @pytest.mark.parametrize(
     ("framework", "launcher", "ranks", "chosen", "check"),
     [
@@ -51,7 +50,7 @@ def test_behaviour(
     request: Any,
 ) -> None:
     need(launcher)
-    report = launch(f"parity_{framework}_checks.py", launcher, ranks, LIMIT, checks=chosen)
+    report = launch(f"parity_{framework}_checks.py", launcher, ranks, SUITE, checks=chosen)
     request.node.user_properties.append(("seconds", report.seconds_of(check)))
     problem = report.problem(check)
     if problem:

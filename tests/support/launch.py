@@ -25,6 +25,11 @@ from benchmarks import processes
 RANKS = ROOT / "tests" / "ranks"
 ONE = RANKS / "one_function.py"
 END = "(end)"
+SUITE = 1200
+"""Seconds that a launch of a whole suite may take: ten times what it takes where cores are free.
+
+A check that hangs ends by its own limit, long before.
+"""
 LAUNCHERS = {
     "gloo": "horovodrun",
     "mpirun": "mpirun",
