@@ -187,7 +187,8 @@ class NotForStockHorovod:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         stock, ours = "horovod.tensorflow.keras", "accordion_hvd.tensorflow"
-        if stock in sys.modules and ours not in sys.modules:
+        own = {ours, "accordion_hvd.comm.horovod.keras"}
+        if stock in sys.modules and own.isdisjoint(sys.modules):
             warnings.warn(
                 f"{stock} is imported, whose optimizer averages nothing under Keras 3, with or "
                 f"without compression; write `import {ours}.keras as hvd` instead.",

@@ -30,7 +30,9 @@ def test_the_rehearsal_passes() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "FAILED" not in done.stdout and "all passed" in done.stdout
     assert done.stdout.count("training, DDP hook") == 2 and "commit abc" in done.stdout
-    assert done.stdout.count("ours, powersgd:4") == 4 and done.stdout.count("  sketchedsgd") == 3
+    assert done.stdout.count("ours, powersgd:4") == 8  # half of them with residuals in 16 bits
+    assert done.stdout.count("ours, powersgd:4, bfloat16 residuals") == 4
+    assert done.stdout.count("  sketchedsgd") == 3
 
 
 @pytest.mark.nightly
