@@ -22,6 +22,7 @@ import accordion_hvd.torch as hvd
 from accordion_hvd import (
     BF16,
     DGC,
+    EF21,
     FP16,
     Accordion,
     AdaComp,
@@ -30,6 +31,7 @@ from accordion_hvd import (
     PowerSGD,
     RandomK,
     ScaleCom,
+    StepSchedule,
     Threshold,
     TopK,
 )
@@ -225,6 +227,22 @@ def check_a_gate_tries_and_chooses() -> None:
 
 
 # ------------------------------------------------------------------- Horovod's calls, and better
+def check_a_residual_goes_beside_though_one_rank_has_none() -> None:
+    """The next level is EF21, which takes no residual of another; rank 0 alone has gradients."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(40, 40, bias=False)
+    schedule = StepSchedule({0: TopK(0.1), 1: EF21(TopK(0.1))}, window=2)
+    optimizer = wrapped(model, sgd(model, momentum=0.0), compression=schedule)
+    for step in range(4):
+        optimizer.zero_grad()
+        (model.weight * (step + 1.0) * (hvd.rank() == 0)).square().sum().backward()
+        optimizer.step()
+    exchange = optimizer.exchange
+    assert "EF21" in str(exchange.levels())
+    assert exchange.bucket_states[0].carried is None, "it is sent once"
+    assert_same(model)
+
+
 def check_closures_use_averaged_gradients() -> None:
     plain, closed = network(), network()
     ordinary, optimizer = wrapped(plain), wrapped(closed)
