@@ -23,32 +23,28 @@ from accordion_hvd import compressors, optimizers
 ROOT = Path(__file__).resolve().parent.parent
 WITH_ALL = ("ddp", "fsdp", "graph", "optimizers", "privacy", "simulation", "torch.torchft")
 CATALOGS = ("averaging", "compressors", "optimizers", "policies")
-WITH_OURS = ("torch", "tensorflow", "tensorflow.keras")  # names besides those of Horovod
+WITH_ALL += ("torch", "tensorflow", "tensorflow.keras")  # names besides those of Horovod
 
 
-def literal(module: str, name: str) -> list[str]:
-    """Return the strings in a module's list, or the keys of its dict, without an import."""
+def names_of(module: str) -> list[str]:
+    """Return the strings in a module's list `__all__`, without an import."""
     path = ROOT / "accordion_hvd" / module.replace(".", "/")
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name:
-            value: Any = node.value
-            items = value.keys if isinstance(value, ast.Dict) else value.elts
-            return [ast.literal_eval(item) for item in items if item is not None]
-    raise AssertionError(f"{module} has no {name}")
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return list(ast.literal_eval(node.value))
+    raise AssertionError(f"{module} has no __all__")
 
 
 def public() -> dict[str, set[str]]:
     """Return the public names, each with the paths under which an entry may document it."""
     names = {f"accordion_hvd.{name}" for name in accordion_hvd.__all__}
     for module in WITH_ALL:
-        names |= {f"accordion_hvd.{module}.{name}" for name in literal(module, "__all__")}
-    for module in WITH_OURS:
-        names |= {f"accordion_hvd.{module}.{name}" for name in literal(module, "_OURS")}
+        names |= {f"accordion_hvd.{module}.{name}" for name in names_of(module)}
     # A function may have the name of its module.
     allowed = {name: {name, f"{name}.{name.rpartition('.')[2]}"} for name in names}
     for module in ("privacy", "simulation"):  # some of their names are names of the package, too
-        for name in set(literal(module, "__all__")) & set(accordion_hvd.__all__):
+        for name in set(names_of(module)) & set(accordion_hvd.__all__):
             allowed[f"accordion_hvd.{name}"].add(f"accordion_hvd.{module}.{name}")
     for module in ("torch", "tensorflow.keras"):  # generated classes: their rules are documented
         for name in (*optimizers.NATIVE, *optimizers.ALIASES):
@@ -64,7 +60,7 @@ def entries(folder: Path = ROOT / "docs" / "api") -> set[str]:
     for catalog in CATALOGS:
         if f"accordion_hvd.{catalog}" in paths:
             home = "accordion_hvd" + ".optimizers" * (catalog == "optimizers")
-            paths |= {f"{home}.{name}" for name in literal(catalog, "__all__")}
+            paths |= {f"{home}.{name}" for name in names_of(catalog)}
     return paths
 
 

@@ -14,6 +14,7 @@ from accordion_hvd.ops import namespace
 from accordion_hvd.ops.spec import ITEMSIZE
 
 Group = tuple[int, ...] | None
+Sizes = Sequence[int] | None
 
 
 class Collectives(abc.ABC):
@@ -52,9 +53,7 @@ class Collectives(abc.ABC):
         """Start one reduction of several tensors, which it may overwrite."""
 
     @abc.abstractmethod
-    def allgather(
-        self, name: str, tensor: Tensor, group: Group, lengths: Sequence[int] | None = None
-    ) -> Any:
+    def allgather(self, name: str, tensor: Tensor, group: Group, lengths: Sizes = None) -> Any:
         """Start one concatenation of the ranks' vectors.
 
         Vectors of different lengths need `lengths`: the lengths of all members' vectors.
@@ -65,9 +64,7 @@ class Collectives(abc.ABC):
         """Start one broadcast of a vector from `root`."""
 
     @abc.abstractmethod
-    def alltoall(
-        self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
-    ) -> Any:
+    def alltoall(self, name: str, tensor: Tensor, group: Group, splits: Sizes = None) -> Any:
         """Start one transfer of equal parts of a vector to all ranks; the result has its length.
 
         With `splits`, send the given numbers of rows of a matrix to the ranks. The result is then

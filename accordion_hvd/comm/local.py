@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, cast
 
-from accordion_hvd.comm.collectives import Group
+from accordion_hvd.comm.collectives import Group, Sizes
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allgather, Allreduce, Broadcast, Neighbours, Request, Tensor
 from accordion_hvd.ops import namespace
@@ -27,17 +27,13 @@ class LocalCommunicator(Communicator):
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
         return [repeated(self.xp, x, op, self.ranks(group)) for x in tensors]
 
-    def allgather(
-        self, name: str, tensor: Tensor, group: Group, lengths: Sequence[int] | None = None
-    ) -> Any:
+    def allgather(self, name: str, tensor: Tensor, group: Group, lengths: Sizes = None) -> Any:
         return self.xp.concat([tensor] * self.ranks(group))
 
     def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
         return self.xp.copy(tensor)
 
-    def alltoall(
-        self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
-    ) -> Any:
+    def alltoall(self, name: str, tensor: Tensor, group: Group, splits: Sizes = None) -> Any:
         copied = self.xp.copy(tensor)
         return copied if splits is None else (copied, list(splits))
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from accordion_hvd import check
 from accordion_hvd.comm import local, packing
-from accordion_hvd.comm.collectives import Group, Traffic, size_of
+from accordion_hvd.comm.collectives import Group, Sizes, Traffic, size_of
 from accordion_hvd.comm.communicator import Pending
 from accordion_hvd.comm.local import LocalCommunicator
 from accordion_hvd.core.base import (
@@ -252,9 +252,7 @@ class RehearsalCommunicator(LocalCommunicator):
         reduce = partial(super().allreduce, name, tensors, op, group)
         return self._answer(name, "allreduce", tensors, group, reduce)
 
-    def allgather(
-        self, name: str, tensor: Tensor, group: Group, lengths: Sequence[int] | None = None
-    ) -> Any:
+    def allgather(self, name: str, tensor: Tensor, group: Group, lengths: Sizes = None) -> Any:
         gather = partial(super().allgather, name, tensor, group, lengths)
         return self._answer(name, "allgather", [tensor], group, gather)
 
@@ -262,9 +260,7 @@ class RehearsalCommunicator(LocalCommunicator):
         broadcast = partial(super().broadcast, name, tensor, root, group)
         return self._answer(name, "broadcast", [tensor], group, broadcast)
 
-    def alltoall(
-        self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
-    ) -> Any:
+    def alltoall(self, name: str, tensor: Tensor, group: Group, splits: Sizes = None) -> Any:
         exchange = partial(super().alltoall, name, tensor, group, splits)
         return self._answer(name, "alltoall", [tensor], group, exchange)
 

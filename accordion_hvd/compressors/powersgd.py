@@ -146,7 +146,7 @@ class PowerSGD(Compressor):
         xp, left = namespace(matrix), info.phase == 1  # Q in odd exchanges
         basis = xp.orthogonalize(state["p_mean" if left else "q_mean"])
         total, own = xp.project(
-            state["error"], matrix, state["p"], state["q"], basis, left=left
+            state["error"], matrix, state["p"], state["q"], basis, left
         )  # (n, m), (rank, m) if left else (rank, n)
         factor, noted = yield from self._first(own, total, state, info)
         if noted:  # in the first step, no rank knows the units of the others

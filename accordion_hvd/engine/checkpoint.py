@@ -281,7 +281,7 @@ def move(exchange: Exchange, link: Communicator) -> None:
         return
     if not exchange.total:
         mine = [saved.scaled(link.size / before.size) for saved in mine]
-    restore(exchange, _from_one(exchange, mine), about)
+    restoring(exchange, _from_one(exchange, mine), about)()
 
 
 def agree_on_origin(exchange: Exchange, own: bool, device: Any = None) -> None:
@@ -307,11 +307,6 @@ def agree_on_origin(exchange: Exchange, own: bool, device: Any = None) -> None:
     if link.rank == 0:
         text = "a rank loaded the state of another rank, so all ranks reset their per-rank state"
         logger.warning("%r: %s (residuals, replicas).", exchange.policy, text)
-
-
-def restore(exchange: Exchange, mine: Sequence[SavedState], about: dict[str, Any]) -> None:
-    """Restore the exchange; as `restoring` does, but now."""
-    restoring(exchange, mine, about)()
 
 
 def restoring(exchange: Exchange, mine: Sequence[SavedState], about: dict[str, Any]) -> Restore:

@@ -98,7 +98,7 @@ def hand_over(exchange: Exchange, gather: Gather) -> None:
     for entry, mine in zip(exchange.bucket_states, own.buckets, strict=True):
         new = checkpoint.merged(exchange, entry, gather(mine))
         states.append(SavedState(new.level, new.states, new.carried, mine.evidence))
-    checkpoint.restore(exchange, states, own.about)
+    checkpoint.restoring(exchange, states, own.about)()
 
 
 def find_group(own: Part | None, leads: bool, gather: Gather) -> Regrouping | None:
@@ -145,7 +145,7 @@ def regroup(exchange: Exchange, own: Part | None, group: Regrouping, gather: Gat
             new = new.scaled(_share(group.lead, len(present), exchange.total))
         new.evidence = {} if mine is None else mine.evidence
         states.append(new)
-    checkpoint.restore(exchange, states, group.lead.about)
+    checkpoint.restoring(exchange, states, group.lead.about)()
 
 
 def residual_norm(saved: Sequence[SavedState]) -> float:

@@ -21,7 +21,6 @@ Table: TypeAlias = Callable[[], np.ndarray]
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes (uint8, below 2^bits) of 1 to 8 bits; see `ops.quantization`."""
     codes, packed = codes.reshape(-1), []
     for width in quantization.sections(bits):
         low = codes if width == bits else codes & (2**width - 1)
@@ -32,7 +31,6 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Invert `pack_bits`."""
     codes, offset, shift = packed, 0, 0
     for width in quantization.sections(bits):
         length = -(-count * width // 8)
@@ -50,7 +48,6 @@ def _places(width: int, device: torch.device) -> Tensor:
 
 
 def bucket_norms(x: Tensor, bucket: int, kind: str) -> Tensor:
-    """Return the "max", "l1" or "l2" norm of each `bucket` elements of `x`; fp32."""
     x = _flat(x)
     rows = _padded(x, min(bucket, x.numel()))
     if kind == "max":
@@ -60,7 +57,6 @@ def bucket_norms(x: Tensor, bucket: int, kind: str) -> Tensor:
 
 
 def quantize(x: Tensor, steps: Tensor, bucket: int, bits: int, seed: int | None = None) -> Tensor:
-    """Round x / step to packed codes of `bits` bits; see `ops.quantization`."""
     x = _flat(x)
     zero, middle = torch.zeros_like(steps), quantization.middle(bits)
     shrink = torch.full_like(steps, quantization.SHRINK)
@@ -78,7 +74,6 @@ def sum_quantized(
     middle: float,
     like: Tensor,
 ) -> Tensor:
-    """Return the sum of (code - middle) * step over `parts`; see `ops.quantization`."""
     pairs = zip(parts, steps, strict=True)
     return _sum((_values(*pair, bucket, bits, middle, like) for pair in pairs), like)
 
@@ -86,12 +81,10 @@ def sum_quantized(
 def subtract_quantized(
     total: Tensor, packed: Tensor, steps: Tensor, bucket: int, bits: int, middle: float
 ) -> Tensor:
-    """Return total - (code - middle) * step; see `ops.quantization`."""
     return total.contiguous().sub_(_values(packed, steps, bucket, bits, middle, total))
 
 
 def pack_signs(x: Tensor, turn: int | None = None) -> Tensor:
-    """Return one bit per element: 1 if it is at least 0; see `ops.quantization`."""
     x = _flat(x)
     if turn is None:
         return pack_bits((x >= 0).to(torch.uint8), 1)
@@ -100,14 +93,12 @@ def pack_signs(x: Tensor, turn: int | None = None) -> Tensor:
 
 
 def pack_random_signs(x: Tensor, seed: int) -> Tensor:
-    """Return a random bit per element of `x`; see `ops.quantization`."""
     x = _flat(x)
     values = _noise(quantization.table, x, seed) + x * 0.5
     return pack_bits((values >= 0.5).to(torch.uint8), 1)
 
 
 def pack_powers(x: Tensor, seed: int) -> Tensor:
-    """Round elements stochastically to powers of two and pack them; see `ops.quantization`."""
     x = _flat(x)
     bits = x.view(torch.int32)
     magnitude = (bits & 0x7FFFFFFF).clamp_max(0x7F800000)  # NaN as infinity: no sum overflows
@@ -116,7 +107,6 @@ def pack_powers(x: Tensor, seed: int) -> Tensor:
 
 
 def sum_powers(parts: Sequence[Tensor], weight: float, like: Tensor) -> Tensor:
-    """Return `weight` times the sum of `parts` from `pack_powers`; see `ops.quantization`."""
     return _sum((_powers(packed, like) for packed in parts), like).mul_(weight)
 
 
@@ -128,7 +118,6 @@ def _powers(packed: Tensor, like: Tensor) -> Tensor:
 
 
 def narrow(x: Tensor, names: Sequence[str], seed: int) -> Tensor:
-    """Round fp32 stochastically to words of bfloat16; see `ops.quantization`."""
     rows = _flat(x).view(len(names), -1)
     count = rows.shape[1]
     counters, width = _windows(tuple(names), count, x.device)
@@ -140,12 +129,10 @@ def narrow(x: Tensor, names: Sequence[str], seed: int) -> Tensor:
 
 
 def widen(words: Tensor) -> Tensor:
-    """Return words of bfloat16 as fp32; see `ops.quantization`."""
     return words.view(torch.bfloat16).float()
 
 
 def column_means(x: Tensor, packed: Tensor) -> Tensor:
-    """Return the means per column of elements with bit 0 and bit 1; see `ops.quantization`."""
     bits = unpack_bits(packed, 1, x.numel()).view(x.shape).bool()
     means = []
     for chosen in (~bits, bits):
@@ -155,13 +142,11 @@ def column_means(x: Tensor, packed: Tensor) -> Tensor:
 
 
 def sum_columns(parts: Sequence[Tensor], means: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return the sum of `parts`, decoded with their column means; see `ops.quantization`."""
     pairs = zip(parts, means, strict=True)
     return _sum((_columns(*pair, like) for pair in pairs), like)
 
 
 def subtract_columns(total: Tensor, packed: Tensor, means: Tensor) -> Tensor:
-    """Return `total` minus the column means of its bits; see `ops.quantization`."""
     return total.contiguous().sub_(_columns(packed, means, total))
 
 

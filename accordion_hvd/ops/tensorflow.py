@@ -1,7 +1,8 @@
 """Tensor operations on TensorFlow tensors, eager or in graphs.
 
-Signatures and semantics are those of `accordion_hvd.ops.numpy`. TensorFlow's tensors are immutable:
-operations that consume an argument elsewhere return a new tensor here, and need no undo.
+Signatures and semantics are those of `accordion_hvd.ops.numpy`; docstrings say what differs.
+TensorFlow's tensors are immutable: operations that consume an argument elsewhere return a new
+tensor here, and need no undo.
 """
 
 from __future__ import annotations
@@ -73,37 +74,30 @@ def spec(x: Tensor) -> Spec:
 
 
 def shape(x: Tensor) -> tuple[int, ...]:
-    """Return the static shape."""
     return tuple(x.shape.as_list())
 
 
 def dtype(x: Tensor) -> str:
-    """Return the dtype by name."""
     return tf.as_dtype(x.dtype).name
 
 
 def device(x: Tensor) -> Any:
-    """Return the device of `x`, in the form that `zeros` and `arange` accept."""
     return None
 
 
 def zeros(shape: Sequence[int], dtype: str, device: Any = None) -> Tensor:
-    """Return a new tensor of zeros."""
     return tf.zeros(tuple(shape), dtype)
 
 
 def full(shape: Sequence[int], value: float, dtype: str, device: Any = None) -> Tensor:
-    """Return a new tensor filled with `value`."""
     return tf.fill(tuple(shape), tf.constant(value, dtype))
 
 
 def arange(count: int, device: Any = None) -> Tensor:
-    """Return 0, 1, ..., count - 1 as int64."""
     return tf.range(count, dtype=tf.int64)
 
 
 def asarray(x: np.ndarray, device: Any = None) -> Tensor:
-    """Return a NumPy array as a tensor of this framework."""
     return tf.convert_to_tensor(x)
 
 
@@ -117,73 +111,59 @@ def to_numpy(x: Tensor) -> np.ndarray:
 
 
 def cast(x: Tensor, dtype: str) -> Tensor:
-    """Convert the tensor to `dtype`; return it unchanged if it already has that dtype."""
     return tf.cast(x, dtype)
 
 
 def copy(x: Tensor) -> Tensor:
-    """Return a copy."""
     return tf.identity(x)
 
 
 def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the elements in another shape (a view where possible)."""
     return tf.reshape(x, tuple(shape))
 
 
 def transpose(x: Tensor) -> Tensor:
-    """Transpose a matrix, or each matrix of a batch."""
     return tf.linalg.matrix_transpose(x)
 
 
 def minimum(a: Tensor, b: Tensor) -> Tensor:
-    """Return the element-wise minimum."""
     return tf.minimum(a, b)
 
 
 def maximum(a: Tensor, b: Tensor) -> Tensor:
-    """Return the element-wise maximum."""
     return tf.maximum(a, b)
 
 
 def maximum_of(parts: Sequence[Tensor]) -> Tensor:
-    """Return the largest element of several vectors as a scalar tensor."""
     return tf.reduce_max(tf.concat(list(parts), 0))
 
 
 def symbolic(x: Tensor) -> bool:
-    """Return whether `x` is a symbolic tensor, which has no value yet (in a graph)."""
     return not hasattr(x, "numpy")
 
 
 def concat(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
-    """Concatenate tensors along `axis`."""
     return tf.concat(list(parts), axis)
 
 
 def split(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Split a vector into parts of the given sizes; inverse of `concat`."""
     return tf.split(x, list(sizes))
 
 
 def stack(parts: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
-    """Stack equal tensors along a new first dimension."""
     return tf.stack(list(parts))
 
 
 def unstack(x: Tensor) -> list[Tensor]:
-    """Return the slices of `x` along its first dimension; inverse of `stack`."""
     return tf.unstack(x)
 
 
 def to_bytes(x: Tensor) -> Tensor:
-    """Return the memory of `x` as a vector of uint8."""
     flat = tf.reshape(x, (-1,))
     return flat if x.dtype == tf.uint8 else tf.reshape(tf.bitcast(flat, tf.uint8), (-1,))
 
 
 def from_bytes(x: Tensor, dtype: str, shape: Sequence[int]) -> Tensor:
-    """Reinterpret a vector of uint8 as `dtype`; see `accordion_hvd.ops.numpy`."""
     size = tf.as_dtype(dtype).size
     if size > 1:
         x = tf.reshape(x, (-1, size))
@@ -191,71 +171,53 @@ def from_bytes(x: Tensor, dtype: str, shape: Sequence[int]) -> Tensor:
 
 
 def accumulate(a: Tensor, b: Tensor) -> Tensor:
-    """Return a + b in the dtype of `a`."""
     return a + tf.cast(b, a.dtype)
 
 
 def accumulate_scaled(a: Tensor, factor: float, b: Tensor) -> Tensor:
-    """Return factor * a + b in the dtype of `a`, for a nonzero factor."""
     return a * factor + tf.cast(b, a.dtype)
 
 
 def subtract(a: Tensor, b: Tensor) -> Tensor:
-    """Return a - b in the dtype of `a`."""
     return a - tf.cast(b, a.dtype)
 
 
 def momentum(m: Tensor, beta: float, x: Tensor) -> Tensor:
-    """Return beta * m + (1 - beta) * x in the dtype of `m`."""
     return beta * m + (1 - beta) * tf.cast(x, m.dtype)
 
 
 def lerp(x: Tensor, beta: float, m: Tensor) -> Tensor:
-    """Return beta * m + (1 - beta) * x in the dtype of `m`."""
     return momentum(m, beta, x)
 
 
 def second_moment(v: Tensor, beta: float, x: Tensor) -> Tensor:
-    """Return beta * v + (1 - beta) * x * x in the dtype of `v`."""
     return beta * v + (1 - beta) * tf.square(tf.cast(x, v.dtype))
 
 
 def bounded_ratio(m: Tensor, b: Tensor, eps: float = 0.0) -> Tensor:
-    """Return m / (b + eps), clipped to [-1, 1], with 0 / 0 = 0; see `accordion_hvd.ops.numpy`."""
     return tf.clip_by_value(m / tf.maximum(b + eps, quantization.SMALLEST), -1, 1)
 
 
 def preconditioned(m: Tensor, v: Tensor, rates: Sequence[Any], eps: float, like: Tensor) -> Tensor:
-    """Return Adam's direction; see `accordion_hvd.ops.numpy`."""
     return rates[0] * m / (tf.sqrt(rates[1] * v) + eps)
 
 
 def mask_where_zero(x: Tensor, v: Tensor) -> Tensor:
-    """Return `x` with zeros where `v` is not positive."""
     return tf.where(v > 0, x, tf.zeros_like(x))
 
 
 def pad_last(x: Tensor, width: int) -> Tensor:
-    """Pad the last dimension of `x` with zeros to `width` elements."""
     return tf.pad(x, [(0, 0)] * (len(x.shape) - 1) + [(0, width - x.shape[-1])])
 
 
 def swap_leading(x: Tensor) -> Tensor:
-    """Swap the first two dimensions of `x`."""
     order = [1, 0, *range(2, len(x.shape))]
     return tf.transpose(x, order)
 
 
+@_compiled
 def project(
     error: Tensor, grad: Tensor, p: Tensor, q: Tensor, basis: Tensor, left: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return total = error - p^T q + grad, and its projection; see `accordion_hvd.ops.numpy`."""
-    return _project(error, grad, p, q, basis, left)
-
-
-@_compiled
-def _project(
-    error: Tensor, grad: Tensor, p: Tensor, q: Tensor, basis: Tensor, left: bool
 ) -> tuple[Tensor, Tensor]:
     total = accumulate(error - tf.matmul(p, q, transpose_a=True), grad)
     projected = tf.matmul(basis, total, transpose_b=not left)
@@ -263,13 +225,8 @@ def _project(
     return total, tf.where(bad == 0, projected, tf.where(bad > 1, np.nan, np.inf))
 
 
-def fold(x: Tensor, signs: Tensor) -> Tensor:
-    """Return a sketch of each row of `x`; see `accordion_hvd.ops.numpy`."""
-    return _fold(x, signs)
-
-
 @_compiled
-def _fold(x: Tensor, signs: Tensor) -> Tensor:
+def fold(x: Tensor, signs: Tensor) -> Tensor:
     rows, width = signs.shape
     columns, period = width - 2 * FOLDS, width - FOLDS
     x = tf.pad(tf.cast(x, tf.float32), [(0, 0), (0, FOLDS * columns - x.shape[1])])
@@ -281,7 +238,6 @@ def _fold(x: Tensor, signs: Tensor) -> Tensor:
 
 
 def expand(p: Tensor, q: Tensor, like: Tensor) -> Tensor:
-    """Return p^T q; see `accordion_hvd.ops.numpy`."""
     return _expand(p, q)
 
 
@@ -292,30 +248,25 @@ def _expand(p: Tensor, q: Tensor) -> Tensor:
 
 @_compiled
 def deflate(error: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """Return error - p^T q; see `accordion_hvd.ops.numpy`."""
     return error - tf.matmul(p, q, transpose_a=True)
 
 
 def zeros_reusing(x: Tensor) -> Tensor:
-    """Return fp32 zeros in the shape of `x`."""
     return tf.zeros(shape(x), tf.float32)
 
 
 @_compiled_in_graphs
 def clear(x: Tensor, index: Tensor) -> Tensor:
-    """Return the vector `x` with zeros at `index`."""
     values = tf.zeros(tf.shape(index), x.dtype)
     return tf.tensor_scatter_nd_update(x, index[:, None], values)
 
 
 @_compiled_in_graphs
 def add_at(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
-    """Return the vector `x` with `values` added at `index`, which has no duplicates."""
     return tf.tensor_scatter_nd_add(x, index[:, None], tf.cast(values, x.dtype))
 
 
 def sum_sparse(index: Sequence[Tensor], values: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return the sum of sparse vectors as fp32; see `accordion_hvd.ops.numpy`."""
     return tf.reshape(_sum_sparse(*index, *values, _size(like)), shape(like))
 
 
@@ -331,12 +282,10 @@ def _sum_sparse(*given: Any) -> Tensor:
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """Return the elements of the vector `x` at `index`."""
     return tf.gather(x, index)
 
 
 def sum_at(index: Tensor, values: Tensor, size: int) -> Tensor:
-    """Sum int32 `values` by their `index` (int32); return `size` int32 sums."""
     return tf.math.unsorted_segment_sum(values, index, size)
 
 
@@ -347,12 +296,10 @@ def finite(x: Tensor) -> Tensor:
 
 
 def secret_uniform(count: int, device: Any = None) -> Tensor:
-    """Return `count` secret fp32 values in [0, 1); see `accordion_hvd.ops.numpy`."""
     return _on_host(oracle.secret_uniform, [count], tf.float32, (count,))
 
 
 def secret_normal(count: int, sigma: float, dtype: str, device: Any = None) -> Tensor:
-    """Return `count` secret rounded normal integers; see `accordion_hvd.ops.numpy`."""
     given = [count, sigma, dtype]
     return _on_host(secret.rounded_normal, given, tf.as_dtype(dtype), (count,))
 
@@ -370,7 +317,6 @@ def largest_index(x: Tensor, count: int) -> Tensor:
 
 
 def accumulate_largest(error: Tensor, grad: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return error + grad and its `largest_index`."""
     total = accumulate(error, grad)
     return total, largest_index(total, count)
 
@@ -395,21 +341,18 @@ def _accumulated(select: Callable[..., Any], error: Tensor, grad: Tensor, bound:
 
 
 def largest_of_bins(x: Tensor, width: int) -> Tensor:
-    """Return the positions (int32) of the largest magnitude in each bin of `width` elements."""
     size = shape(x)[-1]
     count = math.prod(shape(x)) // size * -(-size // width)
     return _on_host(oracle.largest_of_bins, [x, width], tf.int32, (count,))
 
 
 def largest_of_chunks(x: Tensor, chunks: int, count: int) -> Tensor:
-    """Return the places of the `count` largest magnitudes in each chunk; see `ops.selection`."""
     rows = _size(x) // shape(x)[-1]
     given = [x, chunks, count]
     return _on_host(oracle.largest_of_chunks, given, tf.int32, (rows, count, chunks))
 
 
 def index_of_chunks(place: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the positions of elements with these places, and flags; see `ops.selection`."""
     *lead, rows, _, chunks = shape(place)
     place = tf.minimum(place, -(-size // chunks))
     index = place * chunks + tf.range(chunks)
@@ -433,7 +376,6 @@ def unpack_bins(packed: Tensor, shape: Sequence[int], width: int) -> tuple[Tenso
 
 
 def pack_index(index: Tensor, size: int) -> Tensor:
-    """Pack ascending distinct positions below `size`; see `accordion_hvd.ops.indices`."""
     count = shape(index)[0]
     low = indices.low_bytes(count, size)
     if low == 4:
@@ -465,7 +407,6 @@ def unpack_index(packed: Tensor, count: int, size: int) -> Tensor:
 
 
 def invalid_index(index: Tensor, size: int) -> Tensor:
-    """Return one fp32 element for `index`, or for each row of it; see `ops.numpy`."""
     if len(index.shape) == 2:
         return tf.concat([invalid_index(row, size) for row in tf.unstack(index)], 0)
     outside = tf.reduce_any(index[:1] < 0) | tf.reduce_any(index[-1:] >= size)
@@ -473,7 +414,6 @@ def invalid_index(index: Tensor, size: int) -> Tensor:
 
 
 def raise_on_invalid(x: Any, doubts: Tensor, senders: Sequence[Any]) -> Any:
-    """Return `x`, or raise an error if a flag in `doubts` is set; see `ops.numpy`."""
     if not symbolic(doubts):
         return oracle.raise_on_invalid(x, doubts.numpy(), senders)
     invalid = tf.not_equal(doubts, 0)
@@ -485,7 +425,6 @@ def raise_on_invalid(x: Any, doubts: Tensor, senders: Sequence[Any]) -> Any:
 
 
 def sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
-    """Return the count sketch, (rows, columns), of the vector `x`; see `ops.count_sketch`."""
     x, rows = tf.cast(x, tf.float32), shape(codes)[0]
     if "GPU" in x.device:
         return _sketch(x, codes, columns)
@@ -498,7 +437,6 @@ def _sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
 
 
 def unsketch(table: Tensor, codes: Tensor, like: Tensor) -> Tensor:
-    """Estimate a vector from its count sketch `table`; see `accordion_hvd.ops.numpy`."""
     if "GPU" in table.device:
         return _unsketch(table, codes, like)
     return _on_host(oracle.unsketch, [table, codes, _scratch(like)], tf.float32, shape(like))
@@ -511,51 +449,42 @@ def _unsketch(table: Tensor, codes: Tensor, like: Tensor) -> Tensor:
 
 
 def argsort(x: Tensor) -> Tensor:
-    """Return the int32 indices that sort a vector in ascending order; stable."""
     return tf.argsort(x, stable=True)
 
 
 def frames(x: Tensor, width: int, step: int) -> Tensor:
-    """Return overlapping frames of each row of `x`; see `accordion_hvd.ops.numpy`."""
     return tf.signal.frame(x, width, step)
 
 
 def overlap_add(x: Tensor, step: int) -> Tensor:
-    """Apply the adjoint of `frames`; see `accordion_hvd.ops.numpy`."""
     return tf.signal.overlap_and_add(x, step)
 
 
 def orthogonalize(p: Tensor) -> Tensor:
-    """Return orthonormal rows that span the rows of `p`; see `accordion_hvd.ops.numpy`."""
     q, r = tf.linalg.qr(transpose(p))
     signs = tf.where(tf.linalg.diag_part(r) < 0, -1.0, 1.0)
     return transpose(q * tf.cast(signs, q.dtype)[..., None, :])
 
 
 def norm(x: Tensor) -> Tensor:
-    """Return the 2-norm of all elements, as an fp32 scalar tensor."""
     return tf.cast(tf.norm(tf.cast(x, tf.float64)), tf.float32)
 
 
 def row_norms(x: Tensor) -> Tensor:
-    """Return the 2-norm of each row of `x`, computed in its dtype: (..., 1)."""
     rows = x[..., None, :]
     return tf.sqrt(tf.matmul(rows, rows, transpose_b=True))[..., 0]  # reads x once, writes nothing
 
 
 def power_below(x: Tensor) -> Tensor:
-    """Return the largest power of two that is at most `x`, for positive fp32 values."""
     bits = tf.bitwise.bitwise_and(tf.bitcast(x, tf.int32), 0x7F800000)
     return tf.bitcast(bits, tf.float32)
 
 
 def inner_products(a: Tensor, b: Tensor) -> Tensor:
-    """Return the inner product of each row of `a` with that of `b`; fp32, (rows,)."""
     return tf.reduce_sum(a * b, axis=1)
 
 
 def nonfinite(x: Tensor) -> Tensor:
-    """Return the flag of a projection; see `accordion_hvd.ops.numpy`."""
     wide = tf.float64 if x.dtype == tf.float64 else tf.float32
 
     def one_by_one() -> Tensor:
@@ -567,7 +496,6 @@ def nonfinite(x: Tensor) -> Tensor:
 
 
 def too_large(x: Tensor) -> Tensor:
-    """Return one fp32 element: 0 if the norm of `x` is small enough; see `ops.numpy`."""
     wide = tf.cast(x, tf.float64 if x.dtype == tf.float64 else tf.float32)
     fits = tf.reduce_sum(tf.square(wide)) < LARGEST**2
     flag = tf.cond(  # graphs turn "not NaN < x" into "NaN >= x"
@@ -579,40 +507,33 @@ def too_large(x: Tensor) -> Tensor:
 
 
 def zero_if_bad(x: Tensor, bad: Tensor) -> Tensor:
-    """Return `x`, or zeros if its flag `bad` (from `too_large`) is not 0."""
     return tf.cond(tf.equal(bad[0], 0), lambda: tf.identity(x), lambda: tf.zeros_like(x))
 
 
 def where(condition: Any, first: Tensor, second: Tensor) -> Tensor:
-    """Return `first` if `condition` (from `exceeds`) is true, else `second`."""
     return tf.cond(condition, lambda: tf.identity(first), lambda: tf.identity(second))
 
 
 def exceeds(flags: Tensor, limit: float) -> Any:
-    """Return whether any flag exceeds `limit`: a bool, or a symbolic scalar in a graph."""
     found = tf.reduce_any(flags > limit)
     return bool(found) if tf.executing_eagerly() else found
 
 
 def filled_if(condition: Any, value: Any, x: Tensor) -> Tensor:
-    """Return `value` in the shape of `x` if `condition` (from `exceeds`) is true, else `x`."""
     return tf.cond(condition, lambda: filled(x, value), lambda: tf.identity(x))
 
 
 def filled(x: Tensor, value: Any) -> Tensor:
-    """Return a tensor with the shape and dtype of `x` and `value` as each element."""
     return tf.fill(tf.shape(x), tf.cast(value, x.dtype))
 
 
 def to_wire(parts: Sequence[Tensor], wire: str, count: int, into: Tensor | None = None) -> Tensor:
-    """Concatenate tensors, round them to dtype `wire` and return their bytes."""
     flat = [tf.cast(tf.reshape(part, (-1,)), wire) for part in parts]
     missing = count - sum(math.prod(shape(part)) for part in parts)
     return to_bytes(tf.concat([*flat, tf.zeros((missing,), wire)], 0))
 
 
 def mean_of_wire(x: Tensor, wire: str, ranks: int) -> Tensor:
-    """Average `ranks` equal parts of bytes from `to_wire` in fp32; return such bytes."""
     parts = tf.unstack(from_bytes(x, wire, (ranks, -1)), ranks)
     total = tf.cast(parts[0], tf.float32)
     for part in parts[1:]:
@@ -621,7 +542,6 @@ def mean_of_wire(x: Tensor, wire: str, ranks: int) -> Tensor:
 
 
 def from_wire(x: Tensor, wire: str, likes: Sequence[Tensor]) -> list[Tensor]:
-    """Decode bytes from `to_wire` into tensors with the shapes and dtypes of `likes`."""
     sizes = [math.prod(shape(like)) for like in likes]
     flat = from_bytes(x, wire, (-1,))[: sum(sizes)]
     pieces = zip(tf.split(flat, sizes), likes, strict=True)
@@ -629,29 +549,24 @@ def from_wire(x: Tensor, wire: str, likes: Sequence[Tensor]) -> list[Tensor]:
 
 
 def checksum(x: Tensor) -> Tensor:
-    """Return the sum of the bit patterns of all elements: an int64 scalar tensor."""
     bits = tf.bitcast(x, f"int{8 * x.dtype.size}")
     return tf.reduce_sum(tf.cast(bits, tf.int64))
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes (uint8, below 2^bits) of 1 to 8 bits; see `ops.quantization`."""
     size = quantization.packed_length(_size(codes), bits)
     return _on_host(oracle.pack_bits, [codes, bits], tf.uint8, (size,))
 
 
 def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Invert `pack_bits`."""
     return _on_host(oracle.unpack_bits, [packed, bits, count], tf.uint8, (count,))
 
 
 def bucket_norms(x: Tensor, bucket: int, kind: str) -> Tensor:
-    """Return the "max", "l1" or "l2" norm of each `bucket` elements of `x`; fp32."""
     return _on_host(oracle.bucket_norms, [x, bucket, kind], tf.float32, (-(-_size(x) // bucket),))
 
 
 def quantize(x: Tensor, steps: Tensor, bucket: int, bits: int, seed: Any = None) -> Tensor:
-    """Round x / step to packed codes of `bits` bits; see `ops.quantization`."""
     length = quantization.packed_length(_size(x), bits)
     return _on_host(oracle.quantize, [x, steps, bucket, bits, seed], tf.uint8, (length,))
 
@@ -664,7 +579,6 @@ def sum_quantized(
     middle: float,
     like: Tensor,
 ) -> Tensor:
-    """Return the sum of (code - middle) * step over `parts`; see `ops.quantization`."""
     given = [parts, steps, bucket, bits, middle, _scratch(like)]
     return _on_host(oracle.sum_quantized, given, tf.float32, shape(like))
 
@@ -672,61 +586,50 @@ def sum_quantized(
 def subtract_quantized(
     total: Tensor, packed: Tensor, steps: Tensor, bucket: int, bits: int, middle: float
 ) -> Tensor:
-    """Return total - (code - middle) * step; see `ops.quantization`."""
     run = lambda x, *sent: oracle.subtract_quantized(x.copy(), *sent)  # noqa: E731
     return _on_host(run, [total, packed, steps, bucket, bits, middle], tf.float32, shape(total))
 
 
 def pack_signs(x: Tensor, turn: Any = None) -> Tensor:
-    """Return one bit per element: 1 if it is at least 0; see `ops.quantization`."""
     return _on_host(oracle.pack_signs, [x, turn], tf.uint8, (-(-_size(x) // 8),))
 
 
 def pack_random_signs(x: Tensor, seed: Any) -> Tensor:
-    """Return a random bit per element of `x`; see `ops.quantization`."""
     return _on_host(oracle.pack_random_signs, [x, seed], tf.uint8, (-(-_size(x) // 8),))
 
 
 def pack_powers(x: Tensor, seed: Any) -> Tensor:
-    """Round elements stochastically to powers of two and pack them; see `ops.quantization`."""
     length = -(-_size(x) // 8) + _size(x)
     return _on_host(oracle.pack_powers, [x, seed], tf.uint8, (length,))
 
 
 def sum_powers(parts: Sequence[Tensor], weight: float, like: Tensor) -> Tensor:
-    """Return `weight` times the sum of `parts` from `pack_powers`; see `ops.quantization`."""
     return _on_host(oracle.sum_powers, [parts, weight, _scratch(like)], tf.float32, shape(like))
 
 
 def narrow(x: Tensor, names: Sequence[str], seed: Any) -> Tensor:
-    """Round fp32 stochastically to words of bfloat16; see `ops.quantization`."""
     return _on_host(oracle.narrow, [x, names, seed], tf.int16, shape(x))
 
 
 def widen(words: Tensor) -> Tensor:
-    """Return words of bfloat16 as fp32; see `ops.quantization`."""
     return tf.cast(tf.bitcast(words, tf.bfloat16), tf.float32)
 
 
 def column_means(x: Tensor, packed: Tensor) -> Tensor:
-    """Return the means per column of elements with bit 0 and bit 1; see `ops.quantization`."""
     *front, _, m = shape(x)
     return _on_host(oracle.column_means, [x, packed], tf.float32, (*front, 2, m))
 
 
 def sum_columns(parts: Sequence[Tensor], means: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return the sum of `parts`, decoded with their column means; see `ops.quantization`."""
     return _on_host(oracle.sum_columns, [parts, means, _scratch(like)], tf.float32, shape(like))
 
 
 def subtract_columns(total: Tensor, packed: Tensor, means: Tensor) -> Tensor:
-    """Return `total` minus the column means of its bits; see `ops.quantization`."""
     run = lambda x, *sent: oracle.subtract_columns(x.copy(), *sent)  # noqa: E731
     return _on_host(run, [total, packed, means], tf.float32, shape(total))
 
 
 def clip(x: Tensor, limit: Tensor) -> Tensor:
-    """Clip `x` to [-limit, limit]; `limit` broadcasts."""
     return tf.maximum(tf.minimum(x, limit), -limit)
 
 

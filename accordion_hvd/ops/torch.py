@@ -1,6 +1,6 @@
 """Tensor operations on PyTorch tensors, on CPUs and GPUs.
 
-Signatures and semantics are those of `accordion_hvd.ops.numpy`.
+Signatures and semantics are those of `accordion_hvd.ops.numpy`; docstrings say what differs.
 """
 
 from __future__ import annotations
@@ -69,82 +69,66 @@ def spec(x: Tensor) -> Spec:
 
 
 def dtype(x: Tensor) -> str:
-    """Return the dtype by name."""
     return str(x.dtype).removeprefix("torch.")
 
 
 def device(x: Tensor) -> Any:
-    """Return the device of `x`, in the form that `zeros` and `arange` accept."""
     return x.device
 
 
 def zeros(shape: Sequence[int], dtype: str, device: Any = None) -> Tensor:
-    """Return a new tensor of zeros."""
     return torch.zeros(tuple(shape), dtype=getattr(torch, dtype), device=device)
 
 
 def full(shape: Sequence[int], value: float, dtype: str, device: Any = None) -> Tensor:
-    """Return a new tensor filled with `value`."""
     return torch.full(tuple(shape), value, dtype=getattr(torch, dtype), device=device)
 
 
 def arange(count: int, device: Any = None) -> Tensor:
-    """Return 0, 1, ..., count - 1 as int64."""
     return torch.arange(count, dtype=torch.int64, device=device)
 
 
 def asarray(x: np.ndarray, device: Any = None) -> Tensor:
-    """Return a NumPy array as a tensor of this framework."""
     return torch.tensor(x, device=device)
 
 
 def to_numpy(x: Tensor) -> np.ndarray:
-    """Return the tensor as a NumPy array on the host (may share memory)."""
     return _array(x.cpu())
 
 
 def cast(x: Tensor, dtype: str) -> Tensor:
-    """Convert the tensor to `dtype`; return it unchanged if it already has that dtype."""
     return x.to(getattr(torch, dtype))
 
 
 def copy(x: Tensor) -> Tensor:
-    """Return a copy."""
     return x.detach().clone(memory_format=torch.contiguous_format)
 
 
 def transpose(x: Tensor) -> Tensor:
-    """Transpose a matrix, or each matrix of a batch (a view where possible)."""
     return x.mT
 
 
 def minimum(a: Tensor, b: Tensor) -> Tensor:
-    """Return the element-wise minimum."""
     return torch.minimum(a, b)
 
 
 def maximum(a: Tensor, b: Tensor) -> Tensor:
-    """Return the element-wise maximum."""
     return torch.maximum(a, b)
 
 
 def maximum_of(parts: Sequence[Tensor]) -> Tensor:
-    """Return the largest element of several vectors as a scalar tensor."""
     return torch.cat(list(parts)).max()
 
 
 def concat(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
-    """Concatenate tensors along `axis`."""
     return torch.cat(list(parts), axis)
 
 
 def split(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Split a vector into parts of the given sizes; inverse of `concat`."""
     return list(torch.split(x, list(sizes)))
 
 
 def stack(parts: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
-    """Stack equal tensors along a new first dimension, in the memory of `into` if it fits."""
     first = parts[0]
     if into is not None and into.dtype == first.dtype and into.device == first.device:
         if into.shape == (len(parts), *first.shape):
@@ -153,14 +137,12 @@ def stack(parts: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
 
 
 def to_bytes(x: Tensor) -> Tensor:
-    """Return the memory of `x` as a vector of uint8."""
     if not x.numel():  # strides of an empty tensor are arbitrary
         return torch.empty(0, dtype=torch.uint8, device=x.device)
     return x.contiguous().reshape(-1).view(torch.uint8)
 
 
 def from_bytes(x: Tensor, dtype: str, shape: Sequence[int]) -> Tensor:
-    """Reinterpret a vector of uint8 as `dtype`; see `accordion_hvd.ops.numpy`."""
     kind = getattr(torch, dtype)
     if not x.numel():
         return torch.empty(0, dtype=kind, device=x.device).reshape(tuple(shape))
@@ -170,25 +152,21 @@ def from_bytes(x: Tensor, dtype: str, shape: Sequence[int]) -> Tensor:
 
 
 def accumulate(a: Tensor, b: Tensor) -> Tensor:
-    """Return a + b in the dtype of `a`. Consumes `a`."""
     journal.record(lambda: a.sub_(b))
     return a.add_(b)
 
 
 def accumulate_scaled(a: Tensor, factor: float, b: Tensor) -> Tensor:
-    """Return factor * a + b in the dtype of `a`, for a nonzero factor. Consumes `a`."""
     journal.record(lambda: a.sub_(b).div_(factor))
     return a.mul_(factor).add_(b)
 
 
 def subtract(a: Tensor, b: Tensor) -> Tensor:
-    """Return a - b in the dtype of `a`. Consumes `a`."""
     journal.record(lambda: a.add_(b))
     return a.sub_(b)
 
 
 def momentum(m: Tensor, beta: float, x: Tensor) -> Tensor:
-    """Return beta * m + (1 - beta) * x in the dtype of `m`. Consumes `m`."""
     if beta:
         journal.record(lambda: m.sub_(x, alpha=1 - beta).div_(beta))
     else:
@@ -198,26 +176,22 @@ def momentum(m: Tensor, beta: float, x: Tensor) -> Tensor:
 
 
 def lerp(x: Tensor, beta: float, m: Tensor) -> Tensor:
-    """Return beta * m + (1 - beta) * x in the dtype of `m`. Consumes `x` irreversibly."""
     if x.dtype != m.dtype:
         return torch.add(beta * m, x, alpha=1 - beta)
     return x.mul_(1 - beta).add_(m, alpha=beta)
 
 
 def second_moment(v: Tensor, beta: float, x: Tensor) -> Tensor:
-    """Return beta * v + (1 - beta) * x * x in the dtype of `v`. Consumes `v` irreversibly."""
     wide = x.to(v.dtype)
     return v.mul_(beta).addcmul_(wide, wide, value=1 - beta)
 
 
 def bounded_ratio(m: Tensor, b: Tensor, eps: float = 0.0) -> Tensor:
-    """Return m / (b + eps), clipped to [-1, 1], with 0 / 0 = 0; see `accordion_hvd.ops.numpy`."""
     out = torch.add(b, eps).clamp_min_(quantization.SMALLEST)
     return torch.div(m, out, out=out).clamp_(-1, 1)
 
 
 def preconditioned(m: Tensor, v: Tensor, rates: Sequence[Any], eps: float, like: Tensor) -> Tensor:
-    """Return Adam's direction; see `accordion_hvd.ops.numpy`."""
     fits = like.dtype == m.dtype and like.is_contiguous()
     out = like if fits else torch.empty_like(m)
     torch.mul(v, rates[1], out=out)
@@ -226,26 +200,22 @@ def preconditioned(m: Tensor, v: Tensor, rates: Sequence[Any], eps: float, like:
 
 
 def mask_where_zero(x: Tensor, v: Tensor) -> Tensor:
-    """Return `x` with zeros where `v` is not positive. Consumes `x` irreversibly."""
     if v.device.type == "cpu" and v.numel() and v.min() > 0:  # ten times as fast as masked_fill_
         return x
     return x.masked_fill_(v <= 0, 0)
 
 
 def pad_last(x: Tensor, width: int) -> Tensor:
-    """Pad the last dimension of `x` with zeros to `width` elements."""
     return torch.nn.functional.pad(x, (0, width - x.shape[-1]))
 
 
 def swap_leading(x: Tensor) -> Tensor:
-    """Swap the first two dimensions of `x`."""
     return x.transpose(0, 1).contiguous()
 
 
 def project(
     error: Tensor, grad: Tensor, p: Tensor, q: Tensor, basis: Tensor, left: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return total = error - p^T q + grad, and its projection; see `accordion_hvd.ops.numpy`."""
     if error.device.type != "cpu":
         bad = too_large(grad)
         journal.record(lambda: error.add_(p.mT @ q))
@@ -285,7 +255,6 @@ def _unproject(total: Tensor, grad: Tensor, p: Tensor, q: Tensor) -> None:
 
 
 def fold(x: Tensor, signs: Tensor) -> Tensor:
-    """Return a sketch of each row of `x`; see `accordion_hvd.ops.numpy`."""
     (rows, width), total = signs.shape, torch.zeros_like(signs)
     columns = width - 2 * FOLDS
     count = -(-x.shape[1] // columns)
@@ -298,7 +267,6 @@ def fold(x: Tensor, signs: Tensor) -> Tensor:
 
 
 def expand(p: Tensor, q: Tensor, like: Tensor) -> Tensor:
-    """Return p^T q; see `accordion_hvd.ops.numpy`."""
     if not _by_blocks(like):
         fits = like.is_contiguous() and like.dtype == p.dtype and not like.requires_grad
         out = like if fits else None  # saves an allocation
@@ -309,7 +277,6 @@ def expand(p: Tensor, q: Tensor, like: Tensor) -> Tensor:
 
 
 def deflate(error: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """Return error - p^T q; see `accordion_hvd.ops.numpy`. Consumes `error` irreversibly."""
     if error.dim() == 3 and p.shape[-2] == 1:  # several times as fast for small matrices
         return error.sub_(p.mT * q)
     if not _by_blocks(error):
@@ -357,14 +324,12 @@ _FEW = 6  # rows up to which outer products are faster
 
 
 def zeros_reusing(x: Tensor) -> Tensor:
-    """Return fp32 zeros in the shape of `x`. Consumes `x` irreversibly."""
     if x.dtype == torch.float32 and x.is_contiguous():
         return x.zero_()
     return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
 
 
 def clear(x: Tensor, index: Tensor) -> Tensor:
-    """Return the vector `x` with zeros at `index`. Consumes `x`."""
     taken = x[index]
     journal.record(lambda: x.index_copy_(0, index.long(), taken))
     return x.index_fill_(0, index.long(), 0)
@@ -377,7 +342,6 @@ def add_at(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
 
 
 def sum_sparse(index: Sequence[Tensor], values: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return the sum of sparse vectors as fp32; see `accordion_hvd.ops.numpy`."""
     total = zeros_reusing(like)
     flat = total.view(-1)
     for positions, elements in zip(index, values, strict=True):
@@ -386,29 +350,24 @@ def sum_sparse(index: Sequence[Tensor], values: Sequence[Tensor], like: Tensor) 
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """Return the elements of the vector `x` at `index`."""
     return torch.index_select(x, 0, index)
 
 
 def sum_at(index: Tensor, values: Tensor, size: int) -> Tensor:
-    """Sum int32 `values` by their `index` (int32); return `size` int32 sums."""
     out = torch.zeros(size, dtype=torch.int32, device=index.device)
     return out.index_add_(0, index, values)
 
 
 def finite(x: Tensor) -> Tensor:
-    """Return `x` as fp32 with 0 for each non-finite element; see `accordion_hvd.ops.numpy`."""
     values = x.float()
     return torch.where(torch.isfinite(values), values, 0.0)
 
 
 def secret_uniform(count: int, device: Any = None) -> Tensor:
-    """Return `count` secret fp32 values in [0, 1); see `accordion_hvd.ops.numpy`."""
     return torch.from_numpy(secret.uniform(count)).float().to(device)
 
 
 def secret_normal(count: int, sigma: float, dtype: str, device: Any = None) -> Tensor:
-    """Return `count` secret rounded normal integers; see `accordion_hvd.ops.numpy`."""
     return torch.from_numpy(secret.rounded_normal(count, sigma, dtype)).to(device)
 
 
@@ -458,7 +417,6 @@ def _in_bins(rows: Tensor, width: int) -> Tensor:
 
 @_numpy_on_cpu
 def largest_of_bins(x: Tensor, width: int) -> Tensor:
-    """Return the positions (int32) of the largest magnitude in each bin of `width` elements."""
     rows = x.reshape(-1, x.shape[-1])
     within = _in_bins(rows.abs(), width).argmax(2)
     index = within + torch.arange(within.shape[1], device=x.device) * width
@@ -468,7 +426,6 @@ def largest_of_bins(x: Tensor, width: int) -> Tensor:
 
 @_numpy_on_cpu
 def largest_of_chunks(x: Tensor, chunks: int, count: int) -> Tensor:
-    """Return the places of the `count` largest magnitudes in each chunk; see `ops.selection`."""
     rows = x.reshape(-1, x.shape[-1]).abs()
     padded = torch.nn.functional.pad(rows, (0, -rows.shape[1] % chunks), value=-1)
     place = torch.topk(padded.view(len(rows), -1, chunks), count, 1, sorted=False).indices
@@ -477,7 +434,6 @@ def largest_of_chunks(x: Tensor, chunks: int, count: int) -> Tensor:
 
 @_numpy_on_cpu
 def index_of_chunks(place: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the positions of elements with these places, and flags; see `ops.selection`."""
     *lead, rows, _, chunks = place.shape
     first, chunk = (torch.arange(n, dtype=torch.int32, device=place.device) for n in (rows, chunks))
     place = place.clamp_max(-(-size // chunks))
@@ -504,7 +460,6 @@ def unpack_bins(packed: Tensor, shape: Sequence[int], width: int) -> tuple[Tenso
 
 @_numpy_on_cpu
 def pack_index(index: Tensor, size: int) -> Tensor:
-    """Pack ascending distinct positions below `size`; see `accordion_hvd.ops.indices`."""
     low = indices.low_bytes(index.numel(), size)
     if low == 4:
         return to_bytes(index)
@@ -539,42 +494,35 @@ def unpack_index(packed: Tensor, count: int, size: int) -> Tensor:
 
 @_numpy_on_cpu
 def invalid_index(index: Tensor, size: int) -> Tensor:
-    """Return 0 if `index`, or each row of it, is valid, else 1; see `accordion_hvd.ops.numpy`."""
     outside = (index[..., :1] < 0).any(-1) | (index[..., -1:] >= size).any(-1)
     return (outside | (index[..., 1:] <= index[..., :-1]).any(-1)).float().reshape(-1)
 
 
 def raise_on_invalid(x: Any, doubts: Tensor, senders: Sequence[Any]) -> Any:
-    """Return `x`, or raise an error if a flag in `doubts` is set; see `ops.numpy`."""
     return oracle.raise_on_invalid(x, to_numpy(doubts), senders)
 
 
 @_numpy_on_cpu
 def sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
-    """Return the count sketch, (rows, columns), of the vector `x`; see `ops.count_sketch`."""
     return torch.stack([count_sketch.moved(x.float(), row, columns).sum(0) for row in codes])
 
 
 @_numpy_on_cpu
 def unsketch(table: Tensor, codes: Tensor, like: Tensor) -> Tensor:
-    """Estimate a vector from its count sketch `table`; see `accordion_hvd.ops.numpy`."""
     pairs = zip(table, codes, strict=True)
     rows = [count_sketch.found(*pair, like.numel()) for pair in pairs]
     return torch.stack(rows).median(0).values
 
 
 def argsort(x: Tensor) -> Tensor:
-    """Return the int32 indices that sort a vector in ascending order; stable."""
     return torch.argsort(x, stable=True).int()
 
 
 def frames(x: Tensor, width: int, step: int) -> Tensor:
-    """Return overlapping frames of each row of `x`; see `accordion_hvd.ops.numpy`."""
     return x.unfold(-1, width, step).contiguous()
 
 
 def overlap_add(x: Tensor, step: int) -> Tensor:
-    """Apply the adjoint of `frames`; see `accordion_hvd.ops.numpy`."""
     rows, count, width = x.shape
     extra = -(-width // step) - 1
     out = torch.zeros((rows, count + extra, step), dtype=x.dtype, device=x.device)
@@ -585,7 +533,6 @@ def overlap_add(x: Tensor, step: int) -> Tensor:
 
 
 def orthogonalize(p: Tensor) -> Tensor:
-    """Return orthonormal rows that span the rows of `p`; see `accordion_hvd.ops.numpy`."""
     if p.device.type != "cpu":
         return _normalize(p) if p.shape[-2] == 1 else _orthogonalize_by_gram(p)
     if p.shape[-2] == 1:  # several times as fast as QR
@@ -649,22 +596,18 @@ def norm(x: Tensor) -> Tensor:
 
 
 def row_norms(x: Tensor) -> Tensor:
-    """Return the 2-norm of each row of `x`, computed in its dtype: (..., 1)."""
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
 
 def power_below(x: Tensor) -> Tensor:
-    """Return the largest power of two that is at most `x`, for positive fp32 values."""
     return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 def inner_products(a: Tensor, b: Tensor) -> Tensor:
-    """Return the inner product of each row of `a` with that of `b`; fp32, (rows,)."""
     return torch.linalg.vecdot(a, b)
 
 
 def nonfinite(x: Tensor) -> Tensor:
-    """Return the flag of a projection (one pass, no copy); see `accordion_hvd.ops.numpy`."""
     if x.device.type != "cpu" and x.numel():
         return _flag(x, math.inf, nan_only=True)
     total = x.sum(dtype=torch.promote_types(x.dtype, torch.float32))
@@ -674,7 +617,6 @@ def nonfinite(x: Tensor) -> Tensor:
 
 
 def too_large(x: Tensor) -> Tensor:
-    """Return one fp32 element: 0 if the norm of `x` is small enough; see `ops.numpy`."""
     if x.device.type != "cpu":
         return _flag(x, LARGEST / max(1, x.numel()) ** 0.5)
     return torch.tensor([0.0 if _fits(x) else 1.0 if bool(torch.isfinite(x).all()) else BROKEN])
@@ -697,24 +639,20 @@ def _fits(x: Tensor) -> bool:
 
 
 def zero_if_bad(x: Tensor, bad: Tensor) -> Tensor:
-    """Return `x`, or zeros if its flag `bad` (from `too_large`) is not 0."""
     if bad.device.type == "cpu":
         return torch.zeros_like(x) if bool(bad != 0) else x
     return x.masked_fill(bad > 0, 0)
 
 
 def filled_if(condition: Any, value: Any, x: Tensor) -> Tensor:
-    """Return `value` in the shape of `x` if `condition` (from `exceeds`) is true, else `x`."""
     return filled(x, value) if condition else x
 
 
 def filled(x: Tensor, value: Any) -> Tensor:
-    """Return a tensor with the shape and dtype of `x` and `value` as each element."""
     return torch.full_like(x, value)
 
 
 def to_wire(parts: Sequence[Tensor], wire: str, count: int, into: Tensor | None = None) -> Tensor:
-    """Concatenate tensors, round them to dtype `wire` and return their bytes."""
     kind = getattr(torch, wire)
     if into is None or into.numel() != count * kind.itemsize or into.device != parts[0].device:
         into = torch.empty(count * kind.itemsize, dtype=torch.uint8, device=parts[0].device)
@@ -727,7 +665,6 @@ def to_wire(parts: Sequence[Tensor], wire: str, count: int, into: Tensor | None 
 
 
 def mean_of_wire(x: Tensor, wire: str, ranks: int) -> Tensor:
-    """Average `ranks` equal parts of bytes from `to_wire` in fp32; return such bytes."""
     kind = getattr(torch, wire)
     parts = x.view(kind).view(ranks, -1)
     total = parts[0].float()
@@ -746,13 +683,11 @@ def from_wire(x: Tensor, wire: str, likes: Sequence[Tensor]) -> list[Tensor]:
 
 
 def checksum(x: Tensor) -> Tensor:
-    """Return the sum of the bit patterns of all elements: an int64 scalar tensor."""
     bits = x.detach().contiguous().view(getattr(torch, f"int{8 * x.element_size()}"))
     return bits.sum(dtype=torch.int64)
 
 
 def clip(x: Tensor, limit: Tensor) -> Tensor:
-    """Clip `x` to [-limit, limit]; `limit` broadcasts. Consumes `x` irreversibly."""
     return x.detach().clamp_(-limit, limit)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from accordion_hvd import check
 from accordion_hvd.comm import local
-from accordion_hvd.comm.collectives import Group
+from accordion_hvd.comm.collectives import Group, Sizes
 from accordion_hvd.comm.communicator import Communicator, Pending
 from accordion_hvd.core.base import Compressor, Hosts, Tensor, consecutive
 from accordion_hvd.core.running import Running
@@ -94,9 +94,7 @@ class SimulatedCommunicator(Communicator):
 
         return self._put(name, group, [self.xp.copy(x) for x in tensors], combine)
 
-    def allgather(
-        self, name: str, tensor: Tensor, group: Group, lengths: Sequence[int] | None = None
-    ) -> Any:
+    def allgather(self, name: str, tensor: Tensor, group: Group, lengths: Sizes = None) -> Any:
         return self._put(name, group, self.xp.copy(tensor), self.xp.concat)
 
     def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
@@ -105,9 +103,7 @@ class SimulatedCommunicator(Communicator):
             name, group, self.xp.copy(tensor), lambda parts: self.xp.copy(parts[place])
         )
 
-    def alltoall(
-        self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
-    ) -> Any:
+    def alltoall(self, name: str, tensor: Tensor, group: Group, splits: Sizes = None) -> Any:
         members = self.hub.members(group)
         place = members.index(self.rank)
         pieces = local.deal(self.xp, self.xp.copy(tensor), len(members), splits)

@@ -28,31 +28,19 @@ from accordion_hvd.tensorflow.functions import (
 from accordion_hvd.tensorflow.optimizer import DistributedOptimizer
 from accordion_hvd.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
-_OURS = {
-    "DistributedGradientTape": DistributedGradientTape,
-    "DistributedOptimizer": DistributedOptimizer,
-    "PartialDistributedGradientTape": PartialDistributedGradientTape,
-    "broadcast_global_variables": broadcast_global_variables,
-    "broadcast_variables": broadcast_variables,
-    "elastic": elastic,
-    "init": init,
-    "load_state": load_state,
-    "save_state": save_state,
-}
-if TYPE_CHECKING:  # `__getattr__` returns more names, without types
-    __all__ = [
-        "DistributedGradientTape",
-        "DistributedOptimizer",
-        "PartialDistributedGradientTape",
-        "broadcast_global_variables",
-        "broadcast_variables",
-        "elastic",
-        "init",
-        "load_state",
-        "save_state",
-    ]
-else:
-    __all__ = sorted({name for name in dir(_horovod) if not name.startswith("_")} | set(_OURS))
+__all__ = [
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "PartialDistributedGradientTape",
+    "broadcast_global_variables",
+    "broadcast_variables",
+    "elastic",
+    "init",
+    "load_state",
+    "save_state",
+]
+if not TYPE_CHECKING:  # `__getattr__` returns more names, without types
+    __all__ = sorted({name for name in dir(_horovod) if not name.startswith("_")} | set(__all__))
 
 
 def __getattr__(name: str) -> Any:

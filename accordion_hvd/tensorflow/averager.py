@@ -37,6 +37,7 @@ from accordion_hvd.tensorflow.variables import (
 )
 
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
+Tensors, Gradients = Sequence[Tensor], list[Gradient]
 Rate = Callable[[], Any]
 Weights = Sequence[Any]
 Marks = list[float] | None
@@ -182,9 +183,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
 
     # ------------------------------------------------------------------------------------ one step
     @tf.autograph.experimental.do_not_convert
-    def average(
-        self, grads: Sequence[Gradient], variables: Sequence[Any], rate: Rate
-    ) -> list[Gradient]:
+    def average(self, grads: Sequence[Gradient], variables: Sequence[Any], rate: Rate) -> Gradients:
         """Return the averages of `grads`, one for each variable; None if no rank has a gradient.
 
         State and residual of variables without a gradient stay as they are.
@@ -261,7 +260,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
     def _eagerly(
         self, grads: Sequence[Tensor], lr: float, weights: Weights, marks: Marks,
         directly: bool = False,
-    ) -> list[Gradient]:  # fmt: skip
+    ) -> Gradients:  # fmt: skip
         exchange = self.exchange
         self._run_directly(directly)
         exchange.decide(lr)
@@ -279,9 +278,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         # Operation by operation, for exchange generators that read values.
         return self._unfused(grads, lr, weights, marks)
 
-    def _call(
-        self, grads: Sequence[Tensor], lr: Tensor, weights: Weights, marks: Marks
-    ) -> list[Tensor]:
+    def _call(self, grads: Tensors, lr: Tensor, weights: Weights, marks: Marks) -> list[Tensor]:
         more = [] if marks is None else [tf.constant(marks, tf.float32)]
         return list(self._functions[bool(more)](list(grads), lr, list(weights), *more))
 
@@ -293,9 +290,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         if isinstance(self.communicator, HorovodCommunicator):
             self.communicator.directly = directly
 
-    def _unfused(
-        self, grads: Sequence[Tensor], lr: float, weights: Weights, marks: Marks
-    ) -> list[Gradient]:
+    def _unfused(self, grads: Tensors, lr: float, weights: Weights, marks: Marks) -> Gradients:
         exchange = self.exchange
         exchange.open(lr)
         exchange.give(grads, weights, marks and tf.constant(marks, tf.float32))
@@ -305,9 +300,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
             means = [xp.filled(grad, exchange.lost) for grad in grads]
         return [None if i in exchange.absent else mean for i, mean in enumerate(means)]
 
-    def _within(
-        self, grads: Sequence[Tensor], rate: Rate, weights: Weights, marks: Marks
-    ) -> list[Gradient]:
+    def _within(self, grads: Tensors, rate: Rate, weights: Weights, marks: Marks) -> Gradients:
         with tf.init_scope():
             ready = self._ready(marks)
         if not ready:
@@ -321,9 +314,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         with tf.control_dependencies([check]):
             return [tf.identity(x) if mark else None for x, mark in zip(means, marks, strict=True)]
 
-    def _called_back(
-        self, grads: Sequence[Tensor], rate: Rate, weights: Weights, marks: Marks
-    ) -> list[Gradient]:
+    def _called_back(self, grads: Tensors, rate: Rate, weights: Weights, marks: Marks) -> Gradients:
         there = marks or [1.0] * len(grads)
 
         def run(lr: Tensor, *inputs: Tensor) -> list[Tensor]:
@@ -377,8 +368,8 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
 
     # --------------------------------------------------------------------------- sparse gradients
     def _with_sparse(
-        self, results: list[Gradient], variables: Sequence[Any], grads: Sequence[Gradient]
-    ) -> list[Gradient]:
+        self, results: Gradients, variables: Sequence[Any], grads: Sequence[Gradient]
+    ) -> Gradients:
         if not self.sparse:
             return results
         index_of = {key_of(v): i for i, v in enumerate(variables)}

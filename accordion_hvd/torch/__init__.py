@@ -32,30 +32,20 @@ from accordion_hvd.torch.functions import (
 )
 from accordion_hvd.torch.optimizer import DistributedOptimizer
 
-_OURS = {
-    "AccordionBatchSampler": AccordionBatchSampler,
-    "DistributedOptimizer": DistributedOptimizer,
-    "broadcast_optimizer_state": broadcast_optimizer_state,
-    "broadcast_parameters": broadcast_parameters,
-    "init": init,
-    "load_state": load_state,
-    "save_state": save_state,
-    "shutdown": shutdown,
-    **{name: getattr(compressed, name) for name in compressed.__all__},
-}
-
-if TYPE_CHECKING:  # `__getattr__` returns more names, without types
-    __all__ = [
-        "AccordionBatchSampler",
-        "DistributedOptimizer",
-        "broadcast_optimizer_state",
-        "broadcast_parameters",
-        "init",
-        "load_state",
-        "save_state",
-        "shutdown",
-    ]
-    __all__ += compressed.__all__
+__all__ = [
+    "AccordionBatchSampler",
+    "DistributedOptimizer",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "init",
+    "load_state",
+    "save_state",
+    "shutdown",
+]
+__all__ += compressed.__all__
+_OURS = frozenset(__all__)
+if not TYPE_CHECKING:
+    del __all__  # `__getattr__` returns it, with the names of the engine
 
 
 def __getattr__(name: str) -> Any:
@@ -69,4 +59,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     engine = {name for name in dir(_engines.interface()) if not name.startswith("_")}
-    return sorted(engine | set(_OURS))
+    return sorted(engine | _OURS)

@@ -284,7 +284,7 @@ def test_other_numbers_of_ranks_get_the_mean(ranks: int) -> None:
     for exchange in new.exchanges:
         pairs = zip(exchange.bucket_states, zip(*parts, strict=True), strict=True)
         states = [checkpoint.merged(exchange, entry, saved) for entry, saved in pairs]
-        checkpoint.restore(exchange, states, checkpoint.describe(old.exchanges[0]))
+        checkpoint.restoring(exchange, states, checkpoint.describe(old.exchanges[0]))()
 
     def mean(world: World) -> list[np.ndarray]:
         rows = [[e.residual(x.info(e)) for e in x.bucket_states] for x in world.exchanges]

@@ -392,7 +392,7 @@ def test_a_checkpoint_has_what_was_spent() -> None:
     saved = json.loads(json.dumps(checkpoint.describe(one.exchanges[0])))
     two = simulate(method, 1)
     two.step(gradients(1))
-    checkpoint.restore(two.exchanges[0], checkpoint.saved_of(one.exchanges[0]), saved)
+    checkpoint.restoring(two.exchanges[0], checkpoint.saved_of(one.exchanges[0]), saved)()
     two.step(gradients(1))
     assert two.exchanges[0].stats()["privacy"]["releases"] == 5
     assert not checkpoint.named(checkpoint.saved_of(two.exchanges[0])), (

@@ -10,7 +10,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from accordion_hvd.comm import timeouts
-from accordion_hvd.comm.collectives import Group
+from accordion_hvd.comm.collectives import Group, Sizes
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.comm.horovod.process_sets import Members, addable
 from accordion_hvd.core.base import Tensor
@@ -52,9 +52,7 @@ class HorovodCommunicator(Communicator):
             tensors,
         )
 
-    def allgather(
-        self, name: str, tensor: Tensor, group: Group, lengths: Sequence[int] | None = None
-    ) -> Any:
+    def allgather(self, name: str, tensor: Tensor, group: Group, lengths: Sizes = None) -> Any:
         options = self._options(name, group)
         return self._call(
             ("allgather", name, group), lambda part: hvd.allgather(part, **options), [tensor]
@@ -66,9 +64,7 @@ class HorovodCommunicator(Communicator):
             ("broadcast", name, root, group), lambda part: hvd.broadcast(part, **options), [tensor]
         )
 
-    def alltoall(
-        self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
-    ) -> Any:
+    def alltoall(self, name: str, tensor: Tensor, group: Group, splits: Sizes = None) -> Any:
         options = self._options(name, group)
         if splits is not None:
             received, counts = self._call(

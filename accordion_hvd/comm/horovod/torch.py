@@ -9,7 +9,7 @@ import horovod.torch as hvd
 import torch
 
 from accordion_hvd.comm import timeouts
-from accordion_hvd.comm.collectives import Group
+from accordion_hvd.comm.collectives import Group, Sizes
 from accordion_hvd.comm.communicator import Communicator, RankLost
 from accordion_hvd.comm.horovod import process_sets
 from accordion_hvd.comm.horovod.process_sets import Members, addable
@@ -48,9 +48,7 @@ class HorovodCommunicator(Communicator):
             tensors, name=name, op=_OPS[op], process_set=self.members.subset(group)
         )
 
-    def allgather(
-        self, name: str, tensor: Tensor, group: Group, lengths: Sequence[int] | None = None
-    ) -> Any:
+    def allgather(self, name: str, tensor: Tensor, group: Group, lengths: Sizes = None) -> Any:
         return hvd.allgather_async(tensor, name=name, process_set=self.members.subset(group))
 
     def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
@@ -58,9 +56,7 @@ class HorovodCommunicator(Communicator):
             tensor, self.members.globally(root), name=name, process_set=self.members.subset(group)
         )
 
-    def alltoall(
-        self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
-    ) -> Any:
+    def alltoall(self, name: str, tensor: Tensor, group: Group, splits: Sizes = None) -> Any:
         counts = None if splits is None else torch.tensor(splits, dtype=torch.int32)
         return hvd.alltoall_async(
             tensor, splits=counts, name=name, process_set=self.members.subset(group)

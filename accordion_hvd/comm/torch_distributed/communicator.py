@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, BroadcastOption
 
 from accordion_hvd.comm import timeouts
 from accordion_hvd.comm.agreement import gather
-from accordion_hvd.comm.collectives import Group
+from accordion_hvd.comm.collectives import Group, Sizes
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.comm.torch_distributed.process_sets import Members
 from accordion_hvd.comm.torch_distributed.watch import watch
@@ -89,9 +89,7 @@ class TorchCommunicator(Communicator):
         calls = [partial(dist.all_reduce, x, kind, within, async_op=True) for x in sent]
         return self._start(name, calls, result)
 
-    def allgather(
-        self, name: str, tensor: Tensor, group: Group, lengths: Sequence[int] | None = None
-    ) -> Any:
+    def allgather(self, name: str, tensor: Tensor, group: Group, lengths: Sizes = None) -> Any:
         within, ranks = self.members.group(group), self.ranks(group)
         # All parts of one allgather have one length.
         length = tensor.shape[0] if lengths is None else max(lengths)
@@ -114,9 +112,7 @@ class TorchCommunicator(Communicator):
         call = self.broadcasting(value, root, self.members.group(group))
         return self._start(name, [call], lambda: value)
 
-    def alltoall(
-        self, name: str, tensor: Tensor, group: Group, splits: Sequence[int] | None = None
-    ) -> Any:
+    def alltoall(self, name: str, tensor: Tensor, group: Group, splits: Sizes = None) -> Any:
         within, tensor = self.members.group(group), tensor.contiguous()
         counts: list[int] | None = None
         if splits is not None:

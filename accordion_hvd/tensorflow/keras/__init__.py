@@ -30,35 +30,21 @@ from accordion_hvd.tensorflow.keras.optimizer import (
 )
 from accordion_hvd.tensorflow.keras.saving import load_model
 
-_OURS = {
-    "AccordionDataset": AccordionDataset,
-    "DistributedOptimizer": DistributedOptimizer,
-    "PartialDistributedOptimizer": PartialDistributedOptimizer,
-    "broadcast_global_variables": broadcast_global_variables,
-    "callbacks": callbacks,
-    "elastic": elastic,
-    "init": init,
-    "load_model": load_model,
-    "load_state": load_state,
-    "save_state": save_state,
-    **{name: getattr(compressed, name) for name in compressed.__all__},
-}
-if TYPE_CHECKING:  # `__getattr__` returns more names, without types
-    __all__ = [
-        "AccordionDataset",
-        "DistributedOptimizer",
-        "PartialDistributedOptimizer",
-        "broadcast_global_variables",
-        "callbacks",
-        "elastic",
-        "init",
-        "load_model",
-        "load_state",
-        "save_state",
-    ]
-    __all__ += compressed.__all__
-else:
-    __all__ = sorted({name for name in dir(_horovod) if not name.startswith("_")} | set(_OURS))
+__all__ = [
+    "AccordionDataset",
+    "DistributedOptimizer",
+    "PartialDistributedOptimizer",
+    "broadcast_global_variables",
+    "callbacks",
+    "elastic",
+    "init",
+    "load_model",
+    "load_state",
+    "save_state",
+]
+__all__ += compressed.__all__
+if not TYPE_CHECKING:  # `__getattr__` returns more names, without types
+    __all__ = sorted({name for name in dir(_horovod) if not name.startswith("_")} | set(__all__))
 
 
 def __getattr__(name: str) -> Any:

@@ -329,14 +329,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             epoch += 1.0 / self.steps_per_epoch  # so that an epoch ends at an integer
             return (epoch * (hvd.size() - 1) / warmup_epochs + 1) / hvd.size()
 
-        super().__init__(  # fmt: skip
-            initial_lr,
-            multiplier,
-            0,
-            warmup_epochs,
-            False,
-            momentum_correction,
-            steps_per_epoch,
+        super().__init__(
+            initial_lr, multiplier, 0, warmup_epochs, False, momentum_correction, steps_per_epoch
         )
         self.verbose = verbose
 
