@@ -5,7 +5,7 @@
 
 Each launch adds five epochs to the last complete checkpoint in runs/resume_elsewhere, or in the
 folder that follows as an argument. Rank 0 saves the model and the optimizer. All ranks save the
-state of compression, because the residuals differ; on another number of ranks, their sum stays the
+state of compression, because the residuals differ; on another number of ranks, their mean stays the
 same. Rank 0 prints the test accuracy on scikit-learn's digits, and its bytes in this launch.
 """
 
