@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -37,7 +37,8 @@ from accordion_hvd.tensorflow.variables import (
 )
 
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
-Tensors, Gradients = Sequence[Tensor], list[Gradient]
+Tensors: TypeAlias = Sequence[Tensor]
+Gradients: TypeAlias = list[Any]
 Rate = Callable[[], Any]
 Weights = Sequence[Any]
 Marks = list[float] | None
@@ -404,7 +405,8 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
             if not self.agrees:
                 self.agreed = True
                 return
-            self.agree(f"sparse gradients: {[infos[key].name for key in self.sparse]}")
+            named = [infos[key].name for key in self.sparse]
+            self.agree(f"sparse gradients: {named}", f"loss scale: {self.scaler is not None}")
             if tensors:
                 mine = [key in present for key in self.keys]
                 flags = self.on_any_rank([*mine, *(not own for own in mine)])

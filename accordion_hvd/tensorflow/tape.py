@@ -304,6 +304,9 @@ def _scaler_of(serving: Policy, ids: Sequence[int]) -> Callable[[], Any] | None:
     kind = tf.keras.optimizers.LossScaleOptimizer
     # A tape does not know the optimizer: it is the one that is built with one of these variables,
     # or the one that is not built yet.
+    if not any(issubclass(type(x), kind) for x in gc.get_objects()):
+        return None
+    gc.collect()  # what nobody uses any more is there on some ranks only
     every = [x for x in gc.get_objects() if issubclass(type(x), kind)]
     every = [x for x in every if not hasattr(type(x), "exchange_owner")]  # scales for itself
     found = [x for x in every if x.built and not _variables_of(x).isdisjoint(ids)]

@@ -414,6 +414,23 @@ def check_scaled_losses_of_a_tape() -> None:
     unknown(tf.constant(rank_gradient()))
 
 
+def check_loss_scaling_that_is_gone_counts_nowhere() -> None:
+    """When garbage is collected differs between ranks: rank 0 has an optimizer that nobody uses."""
+    gc.collect()
+    gc.disable()
+    try:
+        if hvd.rank() == 0:
+            other = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0))
+            other.own = [other]  # a cycle
+            del other
+        variable = tf.Variable(tf.zeros((40, 40)))
+        step = tape_step([variable], compression=TopK(0.1))
+        rows = everywhere(step(tf.constant(rank_gradient()))[0])
+        assert (rows == rows[0]).all()
+    finally:
+        gc.enable()
+
+
 def scaled_step(variable: Any, optimizer: Any) -> Any:
     def step(x: tf.Tensor) -> None:
         with tf.GradientTape() as tape:
