@@ -15,6 +15,7 @@ clipped right after it, and `no_sync()` accumulates them.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -158,6 +159,7 @@ class State:
             "guard": Guard(guard, guard_every, resolved.guard), "residual_dtype": residual_dtype,
         }  # fmt: skip
         self._finds_unused = True  # unless `register` knows better
+        self._passes = Passes([parameter for _, parameter in self._named])
         self._reducer: BucketReducer | None = None
         self._loaded: dict[str, Any] | None = None
 
@@ -167,7 +169,7 @@ class State:
             optimizer = self._optimizer
             reducer = BucketReducer(
                 self._named, self.policy, of_group(self._group),
-                lambda: optimizer, **self._options,
+                lambda: optimizer, counted=self._passes, **self._options,
             )  # fmt: skip
             reducer.own, reducer.finds_unused = self._own, self._finds_unused
             if self._loaded is not None:
@@ -224,18 +226,11 @@ class BucketReducer(HookedReducer):
     owner = OWNER
     finds_unused = True  # whether parameters may have no gradient in a step
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self._counted: Counter[torch.Tensor] = Counter()  # backward passes since the last exchange
+    def __init__(self, *args: Any, counted: Passes, **options: Any) -> None:
+        self.counted, self._bucketed = counted, set[torch.Tensor]()  # parameters in DDP's buckets
         super().__init__(*args, **options)
         self._views: dict[torch.Tensor, torch.Tensor] = {}  # gradients in DDP's buckets
         self._futures: list[tuple[Future, torch.Tensor]] = []
-        reference = weakref.ref(self)
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(lambda p: _count(reference, p))
-            for parameter in self._watched
-        ]
-        for handle in self._handles:
-            weakref.finalize(self, handle.remove)
 
     def average(self, bucket: Any) -> Future:
         """Start the exchange of a bucket's gradients; with the last bucket, finish the exchange.
@@ -253,8 +248,10 @@ class BucketReducer(HookedReducer):
         self._futures.append((future, buffer))
         parameters = bucket.parameters()
         self._views |= dict(zip(parameters, bucket.gradients(), strict=True))
+        self._bucketed.update(parameters)
         for parameter in parameters:
-            self.arrived(parameter)
+            if parameter in self._watched:  # not if it is frozen since DDP was made
+                self.arrived(parameter)
         if bucket.is_last():
             self._close()
         return future
@@ -264,23 +261,28 @@ class BucketReducer(HookedReducer):
         first = not self.agreed
         super()._set_up()
         if first:
-            passes = max(self._counted.values(), default=0)
+            passes = max(self.counted.numbers.values(), default=0)
             most = torch.tensor([passes], dtype=torch.int32, device=self.device)
             found = int(self.communicator.run(f"{self.name}.passes", largest(most)))
             self.policy.passes = found or self.policy.passes
             # From now on, counts only tell which parameters are unused.
-            while not self.finds_unused and self._handles:
-                self._handles.pop().remove()
+            if not self.finds_unused:
+                self.counted.end()
 
     def _watch_unfrozen(self) -> None:
-        late = [n for p, n in self._names.items() if p.requires_grad and p not in self._watched]
-        if self._watched and late:
+        known = set(self._watched)
+        new = [p for p in self._names if p.requires_grad and p not in known] if known else []
+        late = [self._names[p] for p in new if p not in self._bucketed]
+        if late:
             raise RuntimeError(
                 f"{OWNER}: parameter {late[0]!r} requires a gradient now, but did not when the "
                 "DistributedDataParallel was made, which does not average it; make a new one, and "
                 "register again."
             )
         super()._watch_unfrozen()
+        for parameter in new if self.finds_unused else ():
+            self.counted.follow(parameter)
+            self.counted.numbers[parameter] += 1  # in this pass, which began before
 
     def _close(self) -> None:
         try:
@@ -288,7 +290,7 @@ class BucketReducer(HookedReducer):
         finally:
             futures, self._futures = self._futures, []
             self._views.clear()
-            self._counted.clear()
+            self.counted.numbers.clear()
         # All at the end, because a batch may have gradients of several of DDP's buckets.
         for future, buffer in futures:
             future.set_result(buffer)
@@ -298,7 +300,7 @@ class BucketReducer(HookedReducer):
 
     def _are_present(self, parameters: list[torch.Tensor]) -> list[bool]:
         # DDP does not tell hooks which parameters a backward pass has reached.
-        return [not self.finds_unused or self._counted[p] > 0 for p in parameters]
+        return [not self.finds_unused or self.counted.numbers[p] > 0 for p in parameters]
 
     def _put(
         self, parameters: list[torch.Tensor], means: list[torch.Tensor], exclusive: bool
@@ -308,7 +310,33 @@ class BucketReducer(HookedReducer):
             torch._foreach_copy_(*map(list, zip(*moved, strict=True)))  # others are in place
 
 
-def _count(reducer: weakref.ref[BucketReducer], parameter: torch.Tensor) -> None:
-    alive = reducer()
+class Passes:
+    """Counts backward passes of parameters.
+
+    Attributes:
+        numbers: numbers of passes since the last exchange, by parameter.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.numbers: Counter[torch.Tensor] = Counter()
+        self._handles: list[Any] = []
+        for parameter in parameters:
+            self.follow(parameter)
+
+    def follow(self, parameter: torch.Tensor) -> None:
+        """Count the passes of a parameter, if it requires gradients."""
+        if parameter.requires_grad:
+            count = functools.partial(_count, weakref.ref(self))
+            self._handles.append(parameter.register_post_accumulate_grad_hook(count))
+            weakref.finalize(self, self._handles[-1].remove)
+
+    def end(self) -> None:
+        """Stop counting."""
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def _count(passes: weakref.ref[Passes], parameter: torch.Tensor) -> None:
+    alive = passes()
     if alive is not None:
-        alive._counted[parameter] += 1
+        alive.numbers[parameter] += 1

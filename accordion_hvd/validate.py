@@ -137,11 +137,15 @@ def _check_levels(policy: Policy, use: Use) -> None:
             f"{use.module}.{name} instead of another optimizer."
         )
     if not use.plain:
-        raise ValueError(
-            f"{use.owner}: {policy!r} returns finished updates, momentum included, but "
-            f"{use.optimizer} has momentum or step sizes of its own; wrap plain SGD without "
-            "momentum instead."
-        )
+        raise not_plain(policy, use.optimizer, use.owner)
+
+
+def not_plain(policy: Policy, optimizer: str, owner: str = OWNER) -> ValueError:
+    """Return the error for an optimizer whose step is not lr times what the policy returns."""
+    return ValueError(
+        f"{owner}: {policy!r} returns finished updates, momentum included, but {optimizer} has "
+        "momentum or step sizes of its own; wrap plain SGD without momentum instead."
+    )
 
 
 def _check_evidence(policy: Policy, use: Use) -> None:

@@ -86,11 +86,15 @@ def load_in_place(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """
     groups, state = optimizer.param_groups, optimizer.state
     optimizer._base.load_state_dict(optimizer, state_dict)
-    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
-        group.clear()
-        group.update(loaded)
-    state.clear()
-    state.update(optimizer.state)
+    loaded, found = optimizer.param_groups, optimizer.state
+    for group, other in zip(groups, loaded, strict=True):
+        if other is not group:
+            group.clear()
+            group.update(other)
+    loaded[:] = groups  # an optimizer within this one, as in SAM, may have taken the new list
+    if found is not state:
+        state.clear()
+        state.update(found)
     optimizer.param_groups, optimizer.state = groups, state
 
 

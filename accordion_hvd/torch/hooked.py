@@ -6,11 +6,13 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.amp import grad_scaler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import checkpoint
 
 from accordion_hvd import check
 from accordion_hvd.averaging.base import Averaging
@@ -33,6 +35,7 @@ class HookedReducer(Reducer):
     open = False
     leaves_unused = True
     owner = ""
+    partial = 0  # backward passes of an accumulation that has not ended
     own: frozenset[int] = frozenset()  # ids of all parameters of the model
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -47,6 +50,15 @@ class HookedReducer(Reducer):
             return  # such as those of which this rank has no rows
         allowed = "one with parameters of the model only; others would differ between ranks"
         check.refuse(self.owner, "optimizer", f"one with other parameters of {shapes=}", allowed)
+
+    def check_whole(self) -> None:
+        """Raise ValueError within an accumulation: its gradients are not averaged yet."""
+        if self.partial:
+            raise ValueError(
+                f"{self.owner}: passes is {self.passes}, but this step follows {self.partial} of "
+                "these backward passes, so its gradients are not averaged. Drop the last batches "
+                "of an epoch if they are too few."
+            )
 
     def connect(self) -> Communicator:
         if self.process_set.size() == 1:
@@ -67,19 +79,22 @@ _reducers: Any = weakref.WeakSet()  # all hooked reducers
 
 @functools.cache
 def _watch_steps() -> None:
-    register_optimizer_step_pre_hook(_check_scaler)
+    register_optimizer_step_pre_hook(_before_step)
 
 
-def _check_scaler(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
     if torch.compiler.is_compiling():
         return
+    partial = [x for x in _reducers if x.partial]
     unaware = [x for x in _reducers if x.scaler is None and x.agreed]
-    if not unaware or not _scaled_step():
+    unaware = unaware if unaware and _scaled_step() else []
+    if not (partial or unaware):
         return
     members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for reducer in unaware:
-        own = not members.isdisjoint(map(id, reducer._names))
-        if own and any(entry.stored for entry in reducer.exchange.bucket_states):
+    own = [x for x in _reducers if not members.isdisjoint(map(id, x._names))]
+    for reducer in own:
+        reducer.check_whole()
+        if reducer in unaware and any(x.stored for x in reducer.exchange.bucket_states):
             allowed = "the GradScaler of this training: residuals would follow its scale"
             check.refuse(reducer.owner, "grad_scaler", None, allowed)
 
@@ -96,27 +111,52 @@ def _scaled_step() -> bool:
     return False
 
 
+def _in_frames(file: str, function: str) -> bool:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename == file and frame.f_code.co_name == function:
+            return True
+        frame = frame.f_back
+    return False
+
+
+NO_TASK = -1  # no backward pass
+
+
 class BackwardReducer(HookedReducer):
     """A hooked reducer that finishes the exchange at the end of the backward pass."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._queued, self._passed = False, 0
+        self._task = NO_TASK  # the backward pass that runs
         super().__init__(*args, **options)
 
     def arrived(self, parameter: torch.Tensor) -> None:
-        """Count a backward pass of `parameter`, and see to it that the exchange is finished."""
-        if not self._queued:
-            self._queued = True
-            # Callbacks run in the order in which they are queued, and FSDP's comes first.
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        """Count a backward pass of `parameter`, and see to it that the exchange is finished.
+
+        Raises:
+            ValueError: within a reentrant checkpoint, whose backward pass is one of its own.
+        """
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            if _in_frames(checkpoint.__file__, "backward"):
+                allowed = "use_reentrant=False, whose recomputation belongs to the backward pass"
+                check.refuse(self.owner, "a checkpoint with use_reentrant", True, allowed)
+            if self._task != NO_TASK:  # that pass has raised an error
+                self.reset()
+                self.partial = 0
+            self._task = task
+            # Callbacks run in the order in which they are queued. Those of other roots of FSDP,
+            # which may bring gradients, are queued during the pass, so ours is queued once more.
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._end))
         super().arrived(parameter)
 
     def _end(self) -> None:
-        self._queued = False
-        self._passed += 1
-        if self._passed < self.passes:
+        self._task = NO_TASK
+        self.partial += 1
+        if self.partial < self.passes:
             return
-        self._passed = 0
+        self.partial = 0
         self.finish()
 
 

@@ -293,6 +293,11 @@ class _Distributed(Controls):
             self._heed_scaler()
         if self._should_synchronize:
             self._synchronize_for_step(closure)
+        elif self._averager.pending:
+            raise RuntimeError(
+                f"{OWNER}: step() within skip_synchronize() found gradients that are not averaged; "
+                "call optimizer.synchronize() before it."
+            )
         self._accumulated, self._batch_counted = 0, False
         if self._models is not None:
             self._prepare_models()
@@ -327,6 +332,8 @@ class _Distributed(Controls):
                 "optimizer.step() or optimizer.synchronize(). This is prohibited as it can cause "
                 "a race condition."
             )
+        if self._averager.finished:  # the script discards gradients that are averaged already
+            self._accumulated, self._batch_counted = 0, False
         if self._accumulated:
             return
         self._averager.finished = False

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from accordion_hvd import check
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allgather, ExchangeGenerator
 from accordion_hvd.engine import checkpoint
@@ -26,7 +27,7 @@ from accordion_hvd.ops import torch as xp
 from accordion_hvd.policies import Policy
 from accordion_hvd.policies.displacement import USUAL_GAIN, gain_of_adam, gain_of_sgd
 from accordion_hvd.torch import engines, validation
-from accordion_hvd.validate import OWNER
+from accordion_hvd.validate import OWNER, not_plain
 
 _hooks: Any = WeakTensorKeyDictionary()  # from parameters to the handles of their hooks
 
@@ -39,12 +40,14 @@ class Watched:
         name: its name; unique, and equal on all ranks.
         delay: number of backward passes until its gradient is exchanged.
         mark: what `_mark` returned when the exchange of its gradient could begin.
+        checksum: that of its gradient then, before the first exchange.
     """
 
     parameter: torch.Tensor
     name: str
     delay: int
     mark: tuple[int, int, int] | None = None
+    checksum: torch.Tensor | None = None
 
 
 class Reducer(GradientAverager[Exchange]):
@@ -106,6 +109,7 @@ class Reducer(GradientAverager[Exchange]):
         self.per_sample = policy.scope == "samples"
         self._names: dict[torch.Tensor, str] = {}
         self._watched: dict[torch.Tensor, Watched] = {}  # parameters that need a gradient
+        self._group_of: dict[torch.Tensor, str] = {}  # numbers of groups with settings
         self._members: list[int] = []  # ids of the parameters in the optimizer's groups
         self._ready: Counter[int] = Counter()  # number of ready members by bucket batch
         super().__init__(
@@ -198,13 +202,23 @@ class Reducer(GradientAverager[Exchange]):
         return {name: parameter for parameter, name in self._names.items()}
 
     def _tensor_infos(self, parameters: Sequence[torch.Tensor]) -> dict[Any, TensorInfo]:
-        group_of = dict.fromkeys(parameters, "")
         if self.settings is not None:
-            group_of = {p: str(i) for i, group in enumerate(self.groups()) for p in group["params"]}
+            self._number_groups()
+        group_of = self._group_of
         return {
-            p: TensorInfo(self._names[p], tuple(p.shape), xp.dtype(p), str(p.device), group_of[p])
+            p: TensorInfo(
+                self._names[p], tuple(p.shape), xp.dtype(p), str(p.device), group_of.get(p, "")
+            )
             for p in parameters
         }
+
+    def _number_groups(self) -> None:
+        # A group keeps its number when others before it leave the optimizer.
+        for group in self.groups():
+            known = [self._group_of[p] for p in group["params"] if p in self._group_of]
+            number = known[0] if known else str(len(set(self._group_of.values())))
+            for parameter in group["params"]:
+                self._group_of.setdefault(parameter, number)
 
     # ---------------------------------------------------------------------------------- one step
     def arrived(self, parameter: torch.Tensor) -> None:
@@ -222,6 +236,8 @@ class Reducer(GradientAverager[Exchange]):
             # A later change would be lost: the exchange may have begun (`_check_unchanged`).
             if self.open:
                 watched.mark = _mark(parameter.grad)
+                if watched.mark is not None and not self.agreed:  # `.grad.data` counts no changes
+                    watched.checksum = xp.checksum(parameter.grad)
             if self.agreed and not self.deferred:
                 self._count_ready(watched)
 
@@ -285,6 +301,15 @@ class Reducer(GradientAverager[Exchange]):
             self.reset()
 
     def _check_unchanged(self) -> None:
+        full = self.passes * self.batches
+        frozen = [w for w in self._watched.values() if w.delay < full]
+        for watched in frozen:
+            if not watched.parameter.requires_grad:
+                raise RuntimeError(
+                    f"{OWNER}: {watched.name!r} was frozen between backward() and step(), but "
+                    "optimizers apply a gradient that is there. Freeze it before backward() or "
+                    "after step()."
+                )
         marked = [watched for watched in self._watched.values() if watched.mark is not None]
         newest: dict[int, int] = {}  # views of one buffer count their changes together
         for watched in marked:
@@ -292,7 +317,9 @@ class Reducer(GradientAverager[Exchange]):
             newest[buffer] = max(version, newest.get(buffer, 0))
         for watched in marked:
             place, buffer, _ = watched.mark or (0, 0, 0)
-            if _mark(watched.parameter.grad) != (place, buffer, newest[buffer]):
+            grad, known = watched.parameter.grad, watched.checksum
+            changed = _mark(grad) != (place, buffer, newest[buffer])
+            if changed or (known is not None and not torch.equal(xp.checksum(grad), known)):
                 raise RuntimeError(
                     f"{OWNER}: the gradient of {watched.name!r} was changed between backward() and "
                     "step() (by clipping, or by scaler.unscale_), but gradients are averaged "
@@ -320,7 +347,7 @@ class Reducer(GradientAverager[Exchange]):
         self._ready.clear()
         delay = self.passes * self.batches
         for watched in self._watched.values():
-            watched.delay, watched.mark = delay, None
+            watched.delay, watched.mark, watched.checksum = delay, None, None
         self.loss_scale = None
 
     def _begin(self) -> Exchange:
@@ -329,12 +356,22 @@ class Reducer(GradientAverager[Exchange]):
             self._follow_groups()
             self._watch_unfrozen()
             if self.settings is not None:
-                exchange.hyper = {
-                    str(i): {name: group[name] for name in self.settings}
-                    for i, group in enumerate(self.groups())
-                }
+                exchange.hyper = {**exchange.hyper, **self._settings(self.settings)}
+            elif self.policy.output == "update" and (optimizer := self.optimizer()) is not None:
+                if not validation.is_plain(optimizer):  # a scheduler may have set a momentum
+                    raise not_plain(self.policy, type(optimizer).__name__)
             exchange.begin(self._rates())
         return exchange
+
+    def _settings(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for group in self.groups():
+            settings = {name: group[name] for name in names}
+            for number in {self._group_of[p] for p in group["params"] if p in self._group_of}:
+                if found.setdefault(number, settings) != settings:
+                    allowed = f"one whose {', '.join(names)} are equal for these parameters"
+                    check.refuse(OWNER, "param_groups", "parameters moved to another", allowed)
+        return found
 
     def groups(self) -> list[dict[str, Any]]:
         optimizer = self.optimizer()
@@ -357,7 +394,7 @@ class Reducer(GradientAverager[Exchange]):
     def _rates(self) -> dict[str, float]:
         follows = self.exchange.sync is not None or self.settings is not None
         read = number_of if follows else _number_or_tensor
-        groups = [(read(group["lr"]), group["params"]) for group in self.groups()]
+        groups = [(read(g["lr"]), g["params"]) for g in self.groups() if "lr" in g]
         rate = {parameter: lr for lr, parameters in groups for parameter in parameters}
         usual = 0.0 if self.lr is None else read(self.lr())
         observers = self.policy.observers

@@ -50,7 +50,7 @@ from accordion_hvd.engine.saved_state import SavedState
 from accordion_hvd.ops import torch as xp
 from accordion_hvd.resolve import Compression
 from accordion_hvd.torch import validation
-from accordion_hvd.torch.hooked import BackwardReducer, HookedState, suitable
+from accordion_hvd.torch.hooked import NO_TASK, BackwardReducer, HookedState, suitable
 from accordion_hvd.validate import check_passes
 
 __all__ = ["Averager", "average"]
@@ -132,6 +132,8 @@ class Averager(HookedState):
             Whether to take the optimizer step. If not, the state of compression has returned to
             that before the step.
         """
+        if not self._manager.errored():
+            self._reducer.check_whole()
         committed = self._manager.should_commit(**options)
         self._reducer.end(committed)
         return committed
@@ -212,7 +214,7 @@ class ReplicaReducer(BackwardReducer):
 
     def end(self, committed: bool) -> None:
         """End the step: keep the new state, or return to the state of the last commit."""
-        self._begun, self._passed, self.finished = False, 0, False
+        self._begun, self.partial, self._task, self.finished = False, 0, NO_TASK, False
         if committed:
             self.commit()
         else:

@@ -138,7 +138,7 @@ def use_of(
         members=process_set.size(),
         optimizer=type(optimizer).__name__,
         plain=is_plain(optimizer),
-        one_rate=len({float(group["lr"]) for group in optimizer.param_groups}) == 1,
+        one_rate=len({float(group.get("lr", 0.0)) for group in optimizer.param_groups}) == 1,
         total=total,
         skip=check.patterns(skip),
         passes=passes,

@@ -131,6 +131,38 @@ def check_no_compression_equals_ddp() -> None:
         assert state.exchange.steps == 6
 
 
+def check_states_are_registered_directly() -> None:
+    """As frameworks do it: the first step, which makes the reducer, is averaged, too."""
+    for options in ({}, {"find_unused_parameters": True}):
+        theirs, _ = wrapped(network(), **options)
+        ours = DDP(network(), **options)
+        ours.register_comm_hook(ddp.State(Dense(), ours.module), ddp.hook)
+        torch.testing.assert_close(train(ours), train(theirs), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(weights(ours), weights(theirs), atol=1e-6, rtol=1e-5)
+        assert_same(ours)
+
+
+def check_layers_frozen_before_registration() -> None:
+    """DDP averages what it was made with: also a layer that is frozen since, and unfrozen later."""
+    results = []
+    for compression in (None, Dense(), TopK(1.0)):
+        model = DDP(network(), find_unused_parameters=True)
+        model.module[0].requires_grad_(False)
+        if compression is not None:
+            ddp.register(model, compression)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(5):
+            if step == 2:
+                model.module[0].requires_grad_(True)
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+        assert_same(model)
+        results.append(weights(model))
+    for found in results[1:]:
+        torch.testing.assert_close(found, results[0], atol=1e-6, rtol=1e-5)
+
+
 def check_compressors_equal_the_wrapper() -> None:
     """The hook gives the same weights as `DistributedOptimizer` on the same engine, bit for bit."""
     levels = (

@@ -16,6 +16,7 @@ from harness import refused, some
 
 import accordion_hvd.torch as hvd
 from accordion_hvd import (
+    DGC,
     DPSGD,
     EF21,
     FP16,
@@ -25,7 +26,9 @@ from accordion_hvd import (
     DiLoCo,
     Fixed,
     LocalSGD,
+    Momentum,
     PowerSGD,
+    SignSGD,
     TopK,
 )
 from accordion_hvd.engine.guard import ReplicasDiffer
@@ -301,6 +304,153 @@ def check_local_gradients_may_be_changed() -> None:
     w.grad.copy_(torch.ones(SHAPE))
     optimizer.step()
     torch.testing.assert_close(w.detach(), -torch.ones(SHAPE))
+
+
+def check_changes_that_pytorch_does_not_count_are_refused() -> None:
+    """`.grad.data` has a count of its own: a script that clips so is refused in its first step."""
+    for compression in (Dense(), TopK(0.1)):
+        (weight,) = zeros()
+        optimizer = wrapped(torch.optim.SGD([weight], lr=1.0), compression)
+        (weight * gradient(0)).sum().backward()
+        weight.grad.data.clamp_(-0.001, 0.001)
+        with refused(RuntimeError, "was changed between backward() and step()"):
+            optimizer.step()
+
+
+def check_steps_without_synchronize_are_refused() -> None:
+    (weight,) = zeros()
+    optimizer = wrapped(torch.optim.SGD([weight], lr=1.0), Dense())
+    for step in range(2):
+        (weight * gradient(step)).sum().backward()
+        with refused(RuntimeError, "call optimizer.synchronize() before it"):
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(weight.detach(), -total(range(2)))
+
+
+def check_layers_frozen_before_the_step_are_refused() -> None:
+    """An optimizer applies a gradient that is there, whether or not its weight is frozen."""
+    body, head = zeros(2)
+    optimizer = wrapped(torch.optim.SGD([body, head], lr=1.0), Dense())
+    for step in range(3):
+        optimizer.zero_grad()
+        body.requires_grad_(step < 2)
+        loss = (head * gradient(step)).sum()
+        loss = loss + (body * gradient(step, salt=1)).sum() if step < 2 else loss
+        loss.backward()
+        if step == 1:
+            body.requires_grad_(False)
+            with refused(RuntimeError, "noname.0.0", "was frozen between backward() and step()"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    assert_equal_ranks(body, head)
+
+
+def check_a_discarded_step_frees_accumulated_batches() -> None:
+    """After `synchronize()`, `zero_grad()` discards gradients also where batches may grow."""
+    (weight,) = zeros()
+    policy = Accordion(batch_size=(8, 16), window=100)
+    optimizer = wrapped(torch.optim.SGD([weight], lr=1.0), policy)
+    for step in range(3):
+        optimizer.zero_grad()
+        (weight * gradient(step)).sum().backward()
+        optimizer.synchronize()
+        if step == 0:
+            continue  # as where the norm is not finite
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    torch.testing.assert_close(weight.detach(), -total(range(1, 3)))
+
+
+class Outer(torch.optim.Optimizer):
+    """An optimizer that shares its groups with one within it, as SAM and Lookahead do."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.inner = torch.optim.SGD(self.param_groups, lr=lr)
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.inner.param_groups = self.param_groups
+
+
+def check_rates_of_an_inner_optimizer_follow() -> None:
+    (weight,) = zeros()
+    optimizer = wrapped(Outer([weight], lr=1.0), Dense())
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PyTorch, about the order of the first calls
+        schedule.step()
+    (weight * gradient(0)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), -0.5 * total(range(1)))
+
+
+def check_a_momentum_that_comes_later_is_refused() -> None:
+    """A schedule such as OneCycleLR writes momentum into plain SGD after it was wrapped."""
+    for compression in (Momentum(Dense()), SignSGD()):
+        (weight,) = zeros()
+        optimizer = wrapped(torch.optim.SGD([weight], lr=1.0), compression)
+        optimizer.param_groups[0]["momentum"] = 0.9
+        (weight * gradient(0)).sum().backward()
+        with refused(ValueError, "wrap plain SGD without momentum"):
+            optimizer.step()
+
+
+def check_groups_keep_their_settings() -> None:
+    """Compressed optimizers use a group's settings also after another one has left."""
+
+    def train(make: Callable[[Any], Any]) -> torch.Tensor:
+        first, second = zeros(2)
+        groups = [{"params": [first]}, {"params": [second], "betas": (0.5, 0.6)}]
+        optimizer = make(groups)
+        for step in range(5):
+            if step == 2:
+                optimizer.param_groups.pop(0)
+            optimizer.zero_grad()
+            (second * total(range(step, step + 1))).sum().backward()
+            optimizer.step()
+        return second.detach()
+
+    found = train(lambda groups: hvd.Adam(groups, lr=0.01))
+    wanted = train(lambda groups: torch.optim.Adam(groups, lr=0.01))
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+
+
+def check_blocks_unfrozen_one_by_one() -> None:
+    """Biases of several blocks are stacked with none of another block, whose sizes differ."""
+    for name in some(("Adam", "Lamb", "SignSGD", "DGC"), ("Adam", "SignSGD")):
+        torch.manual_seed(0)
+        sizes = [torch.nn.Parameter(torch.zeros(n)) for _ in range(3) for n in (64, 40, 40)]
+        blocks = [sizes[i : i + 3] for i in (0, 3, 6)]
+        for parameter in sizes[3:]:
+            parameter.requires_grad_(False)
+        if name in ("Adam", "Lamb"):
+            optimizer = getattr(hvd, name)(sizes, lr=0.01)
+        else:
+            method = SignSGD() if name == "SignSGD" else DGC(0.1)
+            optimizer = wrapped(torch.optim.SGD(sizes, lr=0.01), method)
+        for epoch, block in enumerate(blocks):
+            for parameter in block:
+                parameter.requires_grad_(True)
+            for step in range(2):
+                optimizer.zero_grad()
+                used = [p for known in blocks[: epoch + 1] for p in known]
+                draw = [gradient(step + 10 * epoch, salt=2).reshape(-1)[: len(p)] for p in used]
+                sum((p * g).sum() for p, g in zip(used, draw, strict=True)).backward()
+                optimizer.step()
+        assert_equal_ranks(torch.cat([p.detach() for p in sizes]))
 
 
 def check_views_of_a_flat_buffer_stay_views() -> None:

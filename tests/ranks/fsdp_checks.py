@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from accordion_hvd import (
     EF21,
@@ -205,6 +206,82 @@ def check_accumulation() -> None:
         optimizer.step()
     assert state.exchange.steps == 4
     assert_same(local)
+
+
+def check_an_accumulation_that_ends_early_is_refused() -> None:
+    model, state = sharded(network(), Dense(), passes=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        loss_of(model, step).backward()
+        if step == 2:
+            with refused(ValueError, "passes is 2", "follows 1 of these backward passes"):
+                optimizer.step()
+        elif step == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert state.exchange.steps == 1
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("a bad batch")
+
+
+def check_batches_that_raise_errors_are_skipped() -> None:
+    """A backward pass that fails on all ranks leaves nothing behind for the next one."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(40, 40, bias=False) for _ in range(2)))
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh()["shards"])
+    state = fsdp.between(model, mesh()["replicas"], Dense())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        hidden = model[0](torch.full((8, 40), 1.0 + dist.get_rank()))
+        hidden = Broken.apply(hidden) if step == 1 else hidden
+        try:
+            model[1](hidden).square().mean().backward()
+        except ArithmeticError:
+            optimizer.zero_grad()
+            continue
+        mine = model[0].weight.grad.to_local()
+        every = [torch.empty_like(mine) for _ in range(2)]
+        dist.all_gather(every, mine, mesh()["replicas"].get_group())
+        assert torch.equal(*every) and state.exchange.steps == max(step, 1), step
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def check_one_exchange_for_several_roots() -> None:
+    """Each part of a model that is called by itself is a root of FSDP."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList(torch.nn.Linear(40, 40, bias=False) for _ in range(3))
+    for part in model:
+        fully_shard(part, mesh=mesh()["shards"])
+    state = fsdp.between(model, mesh()["replicas"], Dense())
+    for step in range(2):
+        hidden = torch.full((8, 40), 1.0 + dist.get_rank())
+        for part in model:
+            hidden = part(hidden)
+        model.zero_grad()
+        hidden.square().mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(0.1 * parameter.grad)
+        assert state.exchange.steps == step + 1
+    assert_same(model)
+
+
+def check_reentrant_checkpoints_are_refused() -> None:
+    model, _ = sharded(network(), Dense())
+    x, y = batch(0)
+    hidden = checkpoint(model, x.requires_grad_(), use_reentrant=True)
+    with refused(ValueError, "use_reentrant=False"):
+        torch.nn.functional.cross_entropy(hidden, y).backward()
 
 
 def check_mixed_precision() -> None:

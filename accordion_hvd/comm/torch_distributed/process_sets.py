@@ -110,7 +110,7 @@ def of_group(group: Any) -> ProcessSet:
         ranks = tuple(range(dist.get_world_size()))
     else:
         ranks = tuple(dist.get_process_group_ranks(group))
-        _groups.setdefault(ranks, group)
+        _groups[ranks] = group  # an earlier one of these ranks may have been destroyed
     process_set = ProcessSet(ranks)
     process_set.process_set_id = 0  # as if it was added; `size` and `rank` ask for it
     return process_set
