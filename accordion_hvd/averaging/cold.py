@@ -232,10 +232,12 @@ class DynaCOLD(Innovations):
         xp = namespace(innovation)
         x = xp.copy(xp.cast(innovation, "float32"))
         largest = xp.bucket_norms(x, max(1, xp.shape(x)[0]), "max")
-        if self.scale is None and info.step == 0:
+        # Not only in step 0: its rate may be 0, and an elastic job starts such a state anew.
+        if self.scale is None and not float(xp.to_numpy(state["scale"])[0]):
             most = yield Allreduce(largest, op="max")
             least = xp.full((1,), _TINY, "float32", xp.device(x))
-            state = {**state, "scale": xp.maximum(most * 2.0, least)}
+            first = xp.maximum(most * 2.0, least) / self._shrunk(state, info)
+            state = {**state, "scale": first}
         powers = xp.cast(xp.arange(_DOUBLINGS, xp.device(x)), "float32")
         own = self._scale(state, info, state["doublings"])
         too_small = xp.cast(largest > 2.0**powers * own, "float32")
@@ -256,8 +258,11 @@ class DynaCOLD(Innovations):
 
     def _scale(self, state: State, info: Info, doublings: Tensor) -> Tensor:
         """Return the scale, computed from the step so that all ranks agree bit for bit."""
-        least = _FLOOR[namespace(doublings).dtype(state["dual"])]
-        return state["scale"] * max(self.theta**info.step, least) * 2.0**doublings
+        return state["scale"] * self._shrunk(state, info) * 2.0**doublings
+
+    def _shrunk(self, state: State, info: Info) -> float:
+        least = _FLOOR[namespace(state["dual"]).dtype(state["dual"])]
+        return max(self.theta**info.step, least)
 
 
 # ----------------------------------------------------------------------- messages from rank to rank

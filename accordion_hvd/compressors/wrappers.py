@@ -53,7 +53,7 @@ class CompressorWrapper(Compressor):
         return self.compressor.report(state) if state else {}
 
     def deactivate(self, state: State) -> State:
-        return self.compressor.deactivate(state)
+        return self.compressor.deactivate(state) if state else {}
 
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         return self.compressor.rescale(states, spec, info)

@@ -518,7 +518,9 @@ def place(hosts: Hosts, rank: int, size: int) -> Placement:
     number = next(i for i, members in enumerate(hosts) if rank in members)
     intra = hosts[number]
     local = intra.index(rank)
-    return Placement(intra, tuple(members[local] for members in hosts), local, number)
+    # Engines number the ranks of a group in ascending order, whatever the order of the hosts.
+    inter = tuple(sorted(members[local] for members in hosts))
+    return Placement(intra, inter, local, inter.index(rank))
 
 
 def require_equal(hosts: Hosts) -> None:
@@ -545,4 +547,4 @@ def groups(hosts: Hosts) -> list[tuple[int, ...]]:
     """
     if len(hosts) == 1 or len(hosts[0]) == 1:
         return []
-    return [*hosts, *zip(*hosts, strict=True)]
+    return [*hosts, *(tuple(sorted(ranks)) for ranks in zip(*hosts, strict=True))]

@@ -312,6 +312,8 @@ class Shifted(Wrapper):
 
     def rescale(self, states: Sequence[State], spec: Spec, info: Info) -> State:
         """Set all h_i to h, so that their mean is h on any number of ranks."""
+        if not states[0]:  # of a level that does not serve
+            return {}
         return {"local": states[0]["mean"], "mean": states[0]["mean"]}
 
     def rescale_from_one(self, state: State, spec: Spec, info: Info) -> State:

@@ -215,6 +215,7 @@ class GradientAverager(Member[E]):
                 difference.
         """
         settings = f"sum={self.total} skip={self.skip} residual_dtype={self.residual_dtype}"
+        settings += f" guard_every={self.guard.every if self.guard.compares else None}"
         observers = [observer.agreement() for observer in self.policy.observers]
         tensors = [f"{x.name} {x.shape} {x.dtype}" for x in self.tensors().values()]
         version = f"accordion_hvd {accordion_hvd.__version__}, {self.framework}, {self.name}"

@@ -59,9 +59,13 @@ class Guard:
         check.integer("DistributedOptimizer", "guard_every", steps, least=1)
         self.mode, self.every, self.warned = mode, int(steps), False
 
+    @property
+    def compares(self) -> bool:
+        return self.mode != "off"
+
     def next_after(self, step: int) -> float:
         """Return the number of exchanges (more than `step`) after which to compare replicas."""
-        if self.mode == "off":
+        if not self.compares:
             return math.inf
         later = (step // self.every + 1) * self.every
         return min(number for number in (*EARLY, later) if number > step)

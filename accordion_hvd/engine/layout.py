@@ -784,6 +784,8 @@ def _label(batches: Sequence[Batch]) -> tuple[str, str]:
 
 def _kind(entry: BucketState, phase: int, followed: bool) -> Kind:
     bucket, layout = entry.bucket, entry.compressor.batching
+    if layout == "alike" and bucket.packed:  # whose members have shapes of their own
+        layout = ""
     # Evidence follows it by a sketch, which is that of one bucket, not of a common vector.
     if layout == "any" and followed and bucket.size > SKETCHED:
         layout = ""

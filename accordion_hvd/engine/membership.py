@@ -163,14 +163,15 @@ def _in_old_places(
     level = entry.levels[present[0].level]
     if not isinstance(level, UpdateRule) or len(present) == group.lead.ranks:
         return present
-    # Rules shard states over the old ranks; in lost shards, the residual ("server") is zero.
+    # Rules shard states over the old ranks; what lost ranks owed (`Rule.owed`) is zero.
     by_place = dict(zip(group.places, present, strict=True))
-    return [by_place.get(i) or _without_server(present[0]) for i in range(group.lead.ranks)]
+    lost = _without(present[0], level.owed)
+    return [by_place.get(i) or lost for i in range(group.lead.ranks)]
 
 
-def _without_server(saved: SavedState) -> SavedState:
+def _without(saved: SavedState, names: Sequence[str]) -> SavedState:
     states = {
-        number: {k: 0 * x if k == "server" else x for k, x in state.items()}
+        number: {k: 0 * x if k in names else x for k, x in state.items()}
         for number, state in saved.states.items()
     }
     return SavedState(saved.level, states, saved.carried)
@@ -291,6 +292,9 @@ class Member(abc.ABC, Generic[E]):
         self.name = gather(self.name)[leader]
         group = find_group(own, self.communicator.rank == leader, gather)
         if group is not None and not group.unchanged:
+            if self.policy.gate is not None:  # a rank that joins has measured nothing
+                self.policy.gate.restart()
+                self.policy.gate.assignment = {}
             self.expect(group.lead.about["tensors"])
             regroup(self.exchange, own, group, gather)
         if self._exchange is not None:

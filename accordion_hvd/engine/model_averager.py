@@ -65,6 +65,7 @@ class ModelAverager(checkpoint.Keeper):
         self._connect, self.communicator = connect, connect(process_set)
         self.xp = self.communicator.xp
         self.steps, self.total_steps, self.equal, self.ready = 0, 0, True, False
+        self._next = self.guard.next_after(0)  # step of the next comparison
         self._traffic, self._seconds = Traffic(), 0.0
         self._averages: Averages | None = None  # what averages, once it is chosen
         self._agreed: Sequence[TensorInfo] = ()  # tensors on which all ranks have agreed
@@ -110,7 +111,8 @@ class ModelAverager(checkpoint.Keeper):
     def _agree(self) -> None:
         rows = tuple(self.parameters.tensors())
         lines = [f"{row.name} {row.shape} {row.dtype}" for row in rows]
-        text = "\n".join([f"averaging {self.method!r}", *lines])
+        every = self.guard.every if self.guard.compares else None
+        text = "\n".join([f"averaging {self.method!r} guard_every={every}", *lines])
         require_agreement(self.communicator, text, self.parameters.device)
         self._agreed = rows
 
@@ -145,6 +147,7 @@ class ModelAverager(checkpoint.Keeper):
         self._compare(values, 1, ())
         self._averages.begin(self._name, values, self._saved)
         self.steps, self._saved = self._saved.get("steps", 0), {}
+        self._next = self.guard.next_after(self.steps)
         self.equal = self.ready = True
 
     def average(
@@ -167,7 +170,8 @@ class ModelAverager(checkpoint.Keeper):
         self._inform()
         self.steps, self.total_steps = self.steps + 1, self.total_steps + 1
         self._seconds += time.perf_counter() - began
-        if self.equal and self.guard.next_after(self.steps - 1) == self.steps:
+        if self.equal and self.steps >= self._next:  # delayed until models are equal
+            self._next = self.guard.next_after(self.steps)
             self._compare(model.read(), self.steps, rates or [lr])
 
     def average_now(self, statistics: ModelParameters | None = None) -> None:

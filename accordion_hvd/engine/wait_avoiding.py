@@ -351,8 +351,12 @@ class WaitAvoiding:
 
     def _end_together(self, last: Pooled, others_continue: bool) -> None:
         if not others_continue:  # perhaps all ranks end after this step
+            with self._changed:
+                self._pool.hold(last)  # a refused model is released, and is needed below
             self._ask(self.version, last, self.steps, ends=True)
             if self._finish_asking():
+                with self._changed:
+                    self._pool.release(last)
                 return
         # To the end of this period, until which this rank still contributes its last model.
         ahead = -(self.steps + 1) % self.period if self.groups.group_size > 1 else 0

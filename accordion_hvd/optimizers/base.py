@@ -36,6 +36,7 @@ class UpdateRule(Compressor):
     Attributes:
         group_settings: fields that parameter groups may override for their tensors (`Info.hyper`).
         rescale_note: description of how `rescale` converts the per-rank state, for messages.
+        owed: keys of what a rank owes to others, which a lost rank takes with it.
         averaged_state: keys of the per-rank state that `rescale` averages over the ranks.
         needs_weights: whether `Info.parameter` holds the weights.
         applies_weight_decay: whether the direction contains decoupled weight decay (`decay`); the
@@ -55,6 +56,7 @@ class UpdateRule(Compressor):
     group_settings: ClassVar[tuple[str, ...]] = ("betas", "eps")
     rescale_note: ClassVar[str] = "nothing is lost"
     averaged_state: ClassVar[tuple[str, ...]] = ()
+    owed: ClassVar[tuple[str, ...]] = ("error", "server", "host")
     needs_weights: ClassVar[bool] = False
     applies_weight_decay: ClassVar[bool] = False
     returns_weights: ClassVar[bool] = False

@@ -161,6 +161,10 @@ class CDAdam(ExactCDAdam):
         return ("error", "server") + (() if self.replica_lr == 1 else ("replica", "behind"))
 
     @property
+    def owed(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("server",) if self.replica_lr == 1 else ("error", "server")  # else, a replica
+
+    @property
     def batching(self) -> str:  # type: ignore[override]
         return "alike" if self.compressor is None else self.compressor.batching
 

@@ -82,7 +82,7 @@ class AdaQS(Windowed):
 
     def due(self, lr: Numbers) -> bool:
         """Return whether a window has ended, or one of its first gradients is to be measured."""
-        return super().due(lr) or self._looked < self._steps <= self.probes
+        return super().due(lr) or self._looked < self._steps <= self.probes * self.passes
 
     def decide(self, seen: Seen, lr: Numbers) -> list[Decision]:
         """Return a row per layer; within a window, a row holds only the last gradient's norm."""
@@ -128,10 +128,12 @@ class AdaQS(Windowed):
         sum of |gradient|^2 of gradients that were measured one by one, `norm` is |sum| of the
         others.
         """
-        summed = self._steps - self._looked
-        if not self._looked or summed < 2 or not math.isfinite(energy + norm):
+        # Each exchange is one gradient, whatever number of batches it has.
+        looked = self._looked // self.passes
+        summed = self._steps // self.passes - looked
+        if not looked or summed < 2 or not math.isfinite(energy + norm):
             return math.nan
-        square = energy / self._looked
+        square = energy / looked
         mean = max(0.0, (norm**2 / summed - square) / (summed - 1))
         if mean >= square:  # all gradients are equal
             return math.inf if square else math.nan

@@ -377,11 +377,18 @@ class Replay(Policy):
             raise ValueError(f"Replay: the history has no layer {name!r}; it has {known}.")
         return tuple(self._served[name])
 
+    def tick(self, lr: Numbers) -> None:
+        """Count the backward passes of the exchange that is about to begin, as rows do."""
+        self._step += self.passes
+
     def due(self, lr: Numbers) -> bool:
-        return any(row.step == self._step for row in self._rows)
+        return any(self._is_next(row) for row in self._rows)
 
     def decide(self, seen: Seen, lr: Numbers) -> list[Decision]:
-        return [row for row in self._rows if row.step == self._step and row.name in self.current]
+        return [row for row in self._rows if self._is_next(row) and row.name in self.current]
+
+    def _is_next(self, row: Decision) -> bool:
+        return self._step - self.passes < row.step <= self._step
 
     def __repr__(self) -> str:
         return f"Replay(<{len(self._rows)} rows>)"

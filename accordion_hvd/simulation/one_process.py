@@ -47,7 +47,8 @@ class Hub:
         self.events = 0  # number of tensors sent and fetched so far
 
     def members(self, group: Group) -> tuple[int, ...]:
-        return tuple(range(self.ranks)) if group is None else group
+        # In ascending order, in which engines number the members of a group.
+        return tuple(range(self.ranks)) if group is None else tuple(sorted(group))
 
     def fetch(self, key: Key) -> list[Any]:
         """Return all members' tensors, in rank order; the last member's fetch deletes them."""

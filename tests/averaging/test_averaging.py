@@ -474,6 +474,17 @@ def test_consensus_keeps_the_mean() -> None:
     np.testing.assert_allclose(models, np.tile(centres.mean(0), (5, 1)), atol=1e-9)
 
 
+@pytest.mark.parametrize(("rates", "first"), [((0.0, 0.05), 0), ((), 100)])
+def test_dyna_cold_measures_its_scale_when_it_can(rates: tuple[float, ...], first: int) -> None:
+    """A warm-up may begin with a rate of 0; an elastic job begins such a state at a later step."""
+    world = Ranks(DynaCOLD("ring", theta=0.94), 5, np.zeros(12))
+    world.step = first
+    for number in range(200):
+        lr = rates[number] if number < len(rates) else 0.1
+        models = world.take(lambda rank, _, model, lr=lr: lr * (rank - model), lr)
+    assert np.abs(models - 2).max() < 0.01, models
+
+
 @pytest.mark.parametrize("method", [COLD("ring", 0.5, TopK(0.5)), DynaCOLD("ring")], ids=repr)
 def test_a_step_of_size_zero_changes_nothing(method: Averaging) -> None:
     """A step with learning rate 0, with which schedules end, changes neither models nor states.

@@ -22,10 +22,13 @@ from accordion_hvd import (
     Broadcast,
     Compressor,
     Dense,
+    DoubleSqueeze,
+    EFSignSGD,
     Info,
     PowerSGD,
     RandomK,
     ScaleCom,
+    StepSchedule,
     TopK,
     TwoLevel,
     parse,
@@ -82,6 +85,37 @@ def test_places_and_groups() -> None:
     assert groups(consecutive(4, 1)) == groups(consecutive(4, 4)) == []
     scattered = place(((0, 2), (1, 3)), 3, 4)
     assert (scattered.intra, scattered.inter) == ((1, 3), (2, 3))
+    irregular = ((0, 3), (1, 2))  # engines number the ranks of a group in ascending order
+    assert groups(irregular) == [(0, 3), (1, 2), (0, 1), (2, 3)]
+    there = place(irregular, 3, 4)
+    assert (there.inter, there.host, place(irregular, 2, 4).host) == ((2, 3), 1, 0)
+
+
+@pytest.mark.parametrize("inner", [TopK(0.1), DoubleSqueeze(EFSignSGD())], ids=repr)
+def test_the_law_holds_on_irregular_hosts(inner: Compressor) -> None:
+    world = simulate(TwoLevel(inner), 4, local_size=2)
+    world._hub.hosts = ((0, 3), (1, 2))
+    rng, owed = np.random.default_rng(0), np.zeros((40, 40))
+    for _ in range(15):
+        made = [rng.standard_normal((40, 40)).astype("f4") for _ in range(4)]
+        owed += np.mean(made, 0) - np.asarray(world.step([{"w": x} for x in made])[0]["w"])
+    (entries,) = zip(*(x.bucket_states for x in world.exchanges), strict=True)
+    pairs = zip(world.exchanges, entries, strict=True)
+    found = np.mean([entry.residual(each.info(entry)) for each, entry in pairs], 0)
+    np.testing.assert_allclose(found, owed, atol=1e-4)
+    assert np.abs(found).max() < 100
+
+
+def test_levels_switch_within_one_host() -> None:
+    """Without a second host, no inner compressor has a state."""
+    for policy in (
+        StepSchedule({0: TwoLevel(PowerSGD(2)), 1: TwoLevel(PowerSGD(1))}, window=2),
+        StepSchedule({0: TwoLevel(PowerSGD(2)), 1: TopK(0.1)}, window=2),
+    ):
+        world = simulate(policy, 2, local_size=2)
+        for gradients in several(2, 5):
+            step(world, NUMPY, gradients)
+        assert "TwoLevel(PowerSGD(rank=2))" not in str(world.exchanges[0].levels())
 
 
 @pytest.mark.parametrize("word", ["0", "-1", "two"])

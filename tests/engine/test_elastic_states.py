@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from accordion_hvd.engine.membership import FollowsRanks
+from accordion_hvd import EF21, Info, Momentum, StepSchedule, TopK, simulate
+from accordion_hvd.engine import checkpoint, membership
+from accordion_hvd.engine.membership import FollowsRanks, Part, Regrouping
+from accordion_hvd.engine.saved_state import SavedState, rescaled
+from accordion_hvd.ops import numpy as xp
+from accordion_hvd.ops.spec import Spec
+from accordion_hvd.optimizers import OnebitAdam, SketchedAMSGrad, UpdateRule
 
 
 class HostsChanged(Exception):
@@ -93,3 +100,30 @@ def test_the_first_rank_of_the_job_leads(new: int) -> None:
         *[("prepare", 0), ("regroup", 0), "commit"],
         *[("prepare", new), ("regroup", new), "commit"],
     ]
+
+
+@pytest.mark.parametrize("rule", [OnebitAdam(warmup_steps=1), SketchedAMSGrad()], ids=repr)
+def test_what_a_lost_rank_owed_is_lost_with_it(rule: UpdateRule) -> None:
+    """Ranks that stay owe the mean of their own residuals and of nothing."""
+    spec, made = Spec((8, 8), "float32", xp), []
+    for rank, residual in enumerate((1.0, 10.0, 3.0)):
+        state = rule.init(spec, Info(rank=rank, size=3, name="w"))
+        made.append(SavedState(0, {0: {**state, "error": state["error"] + np.float32(residual)}}))
+    entry: Any = type("Entry", (), {"levels": (rule,)})
+    group = Regrouping(Part(0, 3, False, {"steps": 5, "tensors": []}, []), (0, 2), 0)
+    places = membership._in_old_places([made[0], made[2]], entry, group)
+    new = rescaled(places, [rule], spec, Info(rank=0, size=2, name="w"))
+    np.testing.assert_allclose(new.states[0]["error"], 4 / 3, rtol=1e-6)
+
+
+def test_shifts_of_a_level_that_does_not_serve_may_meet_other_ranks() -> None:
+    policy = StepSchedule({0: Momentum(EF21(TopK(0.1))), 1: Momentum(TopK(0.1))}, window=3)
+    gradients = [{"w": np.ones((40, 40), "f4")} for _ in range(4)]
+    world, other = simulate(policy, 4), simulate(policy, 2)
+    for _ in range(5):
+        world.step(gradients)
+    old = [checkpoint.expanded(x, checkpoint.describe(x)) for x in world.exchanges]
+    other.step(gradients[:2])
+    exchange = other.exchanges[0]
+    checkpoint.merged(exchange, exchange.bucket_states[0], [rows[0] for rows in old])
+    checkpoint._from_one(exchange, old[0])

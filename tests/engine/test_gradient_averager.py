@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ import pytest
 from frameworks import NUMPY
 from threads import Threaded
 
-from accordion_hvd import Accordion, Dense, PowerSGD, TopK, simulate
+from accordion_hvd import Accordion, Dense, Fixed, PowerSGD, TopK, simulate
 from accordion_hvd.comm.agreement import RanksDisagree
 from accordion_hvd.engine import checkpoint, membership
 from accordion_hvd.engine.exchange import Exchange
@@ -122,6 +123,29 @@ def test_ranks_that_are_set_up_differently_are_told_so() -> None:
     for error in found:
         assert isinstance(error, RanksDisagree)
         assert "TopK(ratio=0.1)" in str(error) and "rank 1" in str(error)
+
+
+@pytest.mark.parametrize("other", [Guard("off"), Guard(every=3)])
+def test_guards_that_differ_are_told_so(other: Guard) -> None:
+    """Else, the ranks that compare would wait for those that do not."""
+    ranks = averagers(Hub(2), "topk:0.1", guard=Guard(every=100))
+    ranks[1].guard = other
+    for error in on_all(ranks, lambda one, rank: one.step(gradients(rank, 0))):
+        assert isinstance(error, RanksDisagree) and "guard_every=" in str(error)
+
+
+def test_a_gate_begins_anew_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that joins has measured nothing, and all must try the same."""
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    own = copy.deepcopy  # each rank has a policy of its own
+    monkeypatch.setitem(globals(), "as_policy", lambda x, make=as_policy: make(own(x)))
+    ranks = averagers(Hub(2), Fixed(TopK(0.05), gate="auto"), guard=Guard())
+    for step in range(5):
+        on_all(ranks, lambda one, rank, step=step: one.step(gradients(rank, step)))
+    ranks, _ = change(ranks, (0,), 1, Fixed(TopK(0.05), gate="auto"))
+    for step in range(5, 8):
+        means = on_all(ranks, lambda one, rank, step=step: one.step(gradients(rank, step)))
+        assert all((means[0][name] == means[1][name]).all() for name in SHAPES), means
 
 
 def test_replicas_that_differ_are_named() -> None:

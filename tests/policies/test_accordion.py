@@ -39,6 +39,7 @@ from accordion_hvd import (
     PowerSGD,
     RandomK,
     Replay,
+    StepSchedule,
     TopK,
     simulate,
 )
@@ -813,6 +814,24 @@ def test_replay_repeats(framework: Framework) -> None:
         assert again.exchanges[1].levels() == level
         for mine, wanted in zip(replayed, mean, strict=True):
             assert all(same_bits(mine[name], wanted[name]) for name in wanted)
+
+
+def test_replay_counts_backward_passes_as_the_run_did() -> None:
+    def run(policy: Policy) -> tuple[list[str], Any]:
+        world, served = simulate(policy, 2), []
+        for each in world._policies:
+            each.passes = 2
+        for number in range(10):
+            rng = np.random.default_rng(number)
+            made = [{"v": rng.standard_normal((40, 40)).astype("f4")} for _ in range(2)]
+            step(world, NUMPY, made)
+            served.append(world.exchanges[0].levels()["v"])
+        return served, rows_of(world.exchanges[0].policy)
+
+    schedule = StepSchedule({0: PowerSGD(2), 1: TopK(0.1), 2: PowerSGD(1)}, window=6)
+    served, history = run(schedule)
+    assert len(set(served)) == 3 and served[2] != served[3]
+    assert run(Replay(history))[0][3:] == served[3:]  # its rows begin with the first change
 
 
 def test_replay_refuses() -> None:

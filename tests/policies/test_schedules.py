@@ -294,3 +294,19 @@ def test_a_level_whose_kind_is_misspelt_is_refused(aspect: str) -> None:
     Odd = type("Odd", (TopK,), {aspect: "aliek"})
     with pytest.raises(ValueError, match=f"^Odd: {aspect} is 'aliek', but must be one of '"):
         StepSchedule({0: Odd(0.01), 4: TopK(0.01)})
+
+
+@pytest.mark.parametrize("passes", [1, 2, 4])
+def test_accumulated_gradients_are_measured_one_by_one(passes: int) -> None:
+    """Windows count backward passes, and an exchange has one gradient of several."""
+    policy = AdaQS([PowerSGD(1), PowerSGD(2)], window=12 * passes, probes=4)
+    world, rng = simulate(policy, 2), np.random.default_rng(0)
+    for each in world._policies:
+        each.passes = passes
+    mean = rng.standard_normal((40, 40))
+    for number in range(25):
+        noise = 0.2 if number < 12 else 1.0
+        made = [{"w": mean + noise * rng.standard_normal((40, 40))} for _ in range(2)]
+        world.step([{"w": x["w"].astype("f4")} for x in made])
+    ratios = [row.ratio for row in world.exchanges[0].policy.history]
+    np.testing.assert_allclose(ratios, [5, 1], rtol=0.15)
