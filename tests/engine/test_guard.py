@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import laws
 import numpy as np
 import pytest
 from frameworks import NUMPY, Framework, parameters
+from threads import Threaded
 
-from accordion_hvd import PowerSGD, TopK, simulate
+from accordion_hvd import LocalSGD, PowerSGD, TopK, simulate
 from accordion_hvd.comm import local
 from accordion_hvd.comm.agreement import explain_disagreement, gather
 from accordion_hvd.core.running import drive
+from accordion_hvd.engine.averages import ModelParameters
 from accordion_hvd.engine.exchange import Exchange
-from accordion_hvd.engine.guard import EARLY, Guard, describe
+from accordion_hvd.engine.guard import EARLY, Guard, ReplicasDiffer, describe
 from accordion_hvd.engine.layout import TensorInfo, span
+from accordion_hvd.engine.model_averager import ModelAverager
 from accordion_hvd.optimizers import ZeroOneAdam
 from accordion_hvd.resolve import as_policy, resolve
 from accordion_hvd.simulation.one_process import Hub, SimulatedCommunicator, lockstep
@@ -34,6 +38,43 @@ def test_replicas_that_differ_are_named() -> None:
     assert "every step" in message
     first = describe(EARLY[0], ["a", "b", "c"], table)
     assert first is not None and "initial weights broadcast" in first
+
+
+class OneModel(ModelParameters):
+    """A model of one vector."""
+
+    def __init__(self) -> None:
+        self.x = np.zeros(20, np.float32)
+
+    def tensors(self) -> list[TensorInfo]:
+        return [TensorInfo("x", self.x.shape, "float32")]
+
+    def read(self) -> list[np.ndarray]:
+        return [self.x]
+
+    def write(self, values: Any) -> None:
+        self.x[...] = values[0]
+
+
+@pytest.mark.parametrize("period", [3, 7])
+def test_averaged_models_are_compared_as_soon_as_they_are_equal(period: int) -> None:
+    """No due step need be one with an average."""
+    hub, guards = Hub(2), [Guard(every=100), Guard(every=100)]
+
+    def run(rank: int) -> int:
+        link = Threaded(hub, rank, NUMPY.xp)
+        averager = ModelAverager(LocalSGD(period), OneModel(), lambda _: link, guards[rank])
+        averager._name = "same"
+        averager.prepare()
+        for step in range(1, 50):
+            try:
+                averager.average(0.1 * (1 + rank))  # rates differ between the ranks
+            except ReplicasDiffer:
+                return step
+        return 0
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(run, range(2))) == [period, period]
 
 
 @pytest.mark.parametrize("framework", parameters())
@@ -109,8 +150,6 @@ class Told(SimulatedCommunicator):
 
 
 def test_modes(caplog: pytest.LogCaptureFixture) -> None:
-    from accordion_hvd.engine.guard import ReplicasDiffer
-
     ours, theirs = np.array([1, 2]), np.array([1, 3])
     Guard().compare(Told(ours.copy()), 1, ["a", "b"], ours)
     with pytest.raises(ReplicasDiffer, match="'b'"):

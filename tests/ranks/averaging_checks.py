@@ -292,6 +292,20 @@ def check_different_numbers_of_steps() -> None:
         assert len({row.tobytes() for row in COMM.allgather(model)}) == 1
 
 
+def check_the_last_average_of_a_rank_that_ends_early() -> None:
+    """Its model is contributed until the period ends: averages of equal models are that model."""
+    averaging, model = WaitAvoiding([np.ones(40)], group_size=2, period=5, timeout=60), np.ones(40)
+    try:
+        with averaging:
+            for step in range(7 if RANK == 0 else 20):
+                averaging.average([model])
+                time.sleep(0.2 if step >= 6 else 0.0)
+            averaging.close([model])
+    except RanksEnded:
+        assert RANK != 0
+    assert (model == 1).all(), model
+
+
 def check_interrupted_while_it_waits_for_all() -> None:
     """If Ctrl-C hits rank 0 in an average of all, it completes; all ranks end at the next."""
     averaging = WaitAvoiding([np.zeros(40)], group_size=2, period=4, timeout=60)
