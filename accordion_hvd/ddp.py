@@ -41,6 +41,7 @@ __all__ = ["State", "hook", "register"]
 OWNER = "ddp.register"
 
 Future: TypeAlias = Any  # torch.futures.Future[torch.Tensor]
+Named: TypeAlias = Sequence[tuple[str, torch.Tensor]]
 
 
 def register(
@@ -226,9 +227,12 @@ class BucketReducer(HookedReducer):
     owner = OWNER
     finds_unused = True  # whether parameters may have no gradient in a step
 
-    def __init__(self, *args: Any, counted: Passes, **options: Any) -> None:
-        self.counted, self._bucketed = counted, set[torch.Tensor]()  # parameters in DDP's buckets
-        super().__init__(*args, **options)
+    def __init__(
+        self, named: Named, *args: Any, counted: Passes | None = None, **more: Any
+    ) -> None:
+        self.counted = counted or Passes([parameter for _, parameter in named])
+        self._bucketed = set[torch.Tensor]()  # parameters in DDP's buckets
+        super().__init__(named, *args, **more)
         self._views: dict[torch.Tensor, torch.Tensor] = {}  # gradients in DDP's buckets
         self._futures: list[tuple[Future, torch.Tensor]] = []
 
