@@ -235,7 +235,7 @@ class Reducer(GradientAverager[Exchange]):
         if watched.delay == 0:
             # A later change would be lost: the exchange may have begun (`_check_unchanged`).
             if self.open:
-                watched.mark = _mark(parameter.grad)
+                watched.mark, watched.checksum = _mark(parameter.grad), None
                 if watched.mark is not None and not self.agreed:  # `.grad.data` counts no changes
                     watched.checksum = xp.checksum(parameter.grad)
             if self.agreed and not self.deferred:
