@@ -163,7 +163,7 @@ def _in_old_places(
     level = entry.levels[present[0].level]
     if not isinstance(level, UpdateRule) or len(present) == group.lead.ranks:
         return present
-    # Rules shard states over the old ranks; what lost ranks owed (`Rule.owed`) is zero.
+    # Rules shard states over the old ranks; what lost ranks owed (`UpdateRule.owed`) is zero.
     by_place = dict(zip(group.places, present, strict=True))
     lost = _without(present[0], level.owed)
     return [by_place.get(i) or lost for i in range(group.lead.ranks)]
