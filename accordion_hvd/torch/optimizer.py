@@ -151,7 +151,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if is_ours(named_parameters):
         allowed = "(name, parameter) pairs; pass compression= by keyword"
         check.refuse(OWNER, "named_parameters", named_parameters, allowed)
-    names = validation.check_names(optimizer.param_groups, named_parameters)
+    given = None if named_parameters is None else list(named_parameters)
+    names = validation.check_names(optimizer.param_groups, given)
     validation.check_parameters(names)
     validation.check_not_averaged(names)
     resolved, passes, skip = resolve(compression), backward_passes_per_step, check.patterns(skip)
@@ -169,6 +170,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         "residual_dtype": residual_dtype,
     }  # fmt: skip
     wrapped: Any = _wrap(type(optimizer), optimizer.__dict__, names, options)
+    wrapped._averager.name_later(given)
     wrapped._inner = weakref.ref(optimizer)
     return wrapped
 

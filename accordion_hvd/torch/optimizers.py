@@ -131,10 +131,12 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
         } | {name: getattr(self.rule, name) for name in self.rule.group_settings}  # fmt: skip
         torch.optim.Optimizer.__init__(self, params, defaults)
-        names = validation.check_names(self.param_groups, named_parameters or self._own_names())
+        given = list(named_parameters or ()) or self._own_names()
+        names = validation.check_names(self.param_groups, given)
         validation.check_parameters(names)
         validation.check_not_averaged(names)
         self._set_up(names, options)
+        self._averager.name_later(given)
 
     def __init_subclass__(cls, rule: type[UpdateRule] | None = None, **options: Any) -> None:
         super().__init_subclass__(**options)

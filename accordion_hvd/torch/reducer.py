@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import weakref
 from collections import Counter
@@ -15,6 +16,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from accordion_hvd import check
+from accordion_hvd.comm.agreement import largest
 from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.core.base import Allgather, ExchangeGenerator
 from accordion_hvd.engine import checkpoint
@@ -110,6 +112,7 @@ class Reducer(GradientAverager[Exchange]):
         self._names: dict[torch.Tensor, str] = {}
         self._watched: dict[torch.Tensor, Watched] = {}  # parameters that need a gradient
         self._group_of: dict[torch.Tensor, str] = {}  # numbers of groups with settings
+        self._given: dict[torch.Tensor, str] = {}  # names of these and of other parameters
         self._members: list[int] = []  # ids of the parameters in the optimizer's groups
         self._ready: Counter[int] = Counter()  # number of ready members by bucket batch
         super().__init__(
@@ -133,14 +136,21 @@ class Reducer(GradientAverager[Exchange]):
         if members == self._members:
             return
         self._members = members
-        added = [
-            (_name_in(group, i, j), parameter)
-            for i, group in enumerate(groups)
-            for j, parameter in enumerate(group["params"])
-            if parameter not in self._names
-        ]
+        used, added = set(self._names.values()), []
+        for i, group in enumerate(groups):
+            for j, parameter in enumerate(group["params"]):
+                if parameter not in self._names:
+                    name = self._given.get(parameter) or _name_in(group, i, j)
+                    # A group that has left may have had the place of a new one.
+                    names = itertools.chain([name], (f"{name}.{k}" for k in itertools.count(2)))
+                    added.append((next(x for x in names if x not in used), parameter))
+                    used.add(added[-1][0])
         if added:
             self.take_in(added)
+
+    def name_later(self, named: Sequence[tuple[str, torch.Tensor]] | None) -> None:
+        """Keep the names of parameters that may join the optimizer's groups later."""
+        self._given = {p: name for name, p in validation.plain_names(named or ())}
 
     def take_in(self, added: list[tuple[str, torch.Tensor]]) -> None:
         """Exchange the gradients of parameters that were added to the optimizer's groups.
@@ -288,6 +298,8 @@ class Reducer(GradientAverager[Exchange]):
             self._follow_groups()
             if not self.agreed:
                 self._set_up()
+            if self.scaler is None:
+                self.exchange.loss_scale = self._smallest_scale()
             exchange = self._begin()
             assert exchange.running is not None
             for index in exchange.running.missing():
@@ -299,6 +311,15 @@ class Reducer(GradientAverager[Exchange]):
             self.finished = True
         finally:
             self.reset()
+
+    def _smallest_scale(self) -> Callable[[], Any] | None:
+        # fp16 values are rounded in units that all ranks share; a rank whose last gradients were
+        # not finite has a smaller scale than the others.
+        if self.loss_scale is None or not self.policy.fp16_reduction:
+            return None
+        number = self.loss_scale.detach().reshape(1).to(self.device, torch.float32)
+        found = -self.communicator.run(f"{self.name}.scale", largest(-number))
+        return lambda: found
 
     def _check_unchanged(self) -> None:
         full = self.passes * self.batches

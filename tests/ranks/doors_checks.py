@@ -93,6 +93,33 @@ def check_late_parameters_take_part() -> None:
                 torch.testing.assert_close(body.detach(), -total(range(3, 6), salt=1))
 
 
+def check_late_parameters_keep_their_names() -> None:
+    """Names that were given hold for them, and no two parameters have one name."""
+    body, head, late = zeros(3)
+    optimizer = wrapped(
+        torch.optim.SGD([body, head], lr=1.0), TopK(0.1), skip=["*head*"],
+        named_parameters=[("body", body), ("head", head), ("late_head", late)],
+    )  # fmt: skip
+    optimizer.add_param_group({"params": [late]})
+    for step in range(2):
+        optimizer.zero_grad()
+        ((body + head + late) * gradient(step)).sum().backward()
+        optimizer.step()
+    levels = optimizer.exchange.levels()
+    assert levels["late_head"] == "Dense()" != levels["body"], levels
+    (body,) = zeros()
+    optimizer = wrapped(torch.optim.SGD([body], lr=1.0), Dense())
+    for step in range(3):
+        (head,) = zeros()
+        del optimizer.param_groups[1:]
+        optimizer.add_param_group({"params": [head]})
+        ((body + head) * gradient(step)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    names = list(optimizer._parameter_names.values())
+    assert len(names) == len(set(names)) == 4, names
+
+
 def check_parameters_added_after_the_backward_pass_are_refused() -> None:
     head, body = zeros(2)
     optimizer = wrapped(torch.optim.SGD([head], lr=1.0), TopK(1.0))
@@ -517,11 +544,17 @@ def check_residuals_do_not_follow_the_scale() -> None:
 
 
 def check_small_gradients_survive_half_precision() -> None:
-    """With `grad_scaler=`, fp16 values are those of scaled gradients."""
-    for compression in (FP16(), hvd.Compression.fp16):
+    """Fp16 values are those of scaled gradients, also if a script does not pass its scaler.
+
+    The ranks' scales then differ after a step that only some of them skip.
+    """
+    cases = [(x, passed) for x in (FP16(), hvd.Compression.fp16) for passed in (True, False)]
+    for compression, passed in cases:
         (w,) = zeros()
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-        optimizer = wrapped(torch.optim.SGD([w], lr=1e7), compression, grad_scaler=scaler)
+        scale = 2.0**16 if passed else 2.0 ** (16 - hvd.rank())
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        more = {"grad_scaler": scaler} if passed else {}
+        optimizer = wrapped(torch.optim.SGD([w], lr=1e7), compression, **more)
         scaler.scale((w * gradient(0) * 1e-7).sum()).backward()
         scaler.step(optimizer)
         error = float((w.detach() + total(range(1))).norm() / total(range(1)).norm())
