@@ -107,10 +107,12 @@ def check_compressor(owner: Any, compressor: Any) -> None:
     supported = (
         isinstance(compressor, Compressor)
         and compressor.output == "gradient"
+        and compressor.period == 1  # an average does not know the phase of its compressor
         and not (compressor.topology_aware or compressor.sharded)
         and not isinstance(compressor, (Private, Shifted))
     )
     if not supported:
         allowed = "None or a compressor that returns the mean of gradients and is not private, "
-        allowed += "topology-aware, EF21, Diana or, with residuals, DoubleSqueeze"
+        allowed += "topology-aware, EF21, Diana, LGC, PowerSGD with alternate=True or, with "
+        allowed += "residuals, DoubleSqueeze"
         check.refuse(owner, "compressor", compressor, allowed)

@@ -9,6 +9,7 @@ from typing import ClassVar
 from accordion_hvd import check
 from accordion_hvd.compressors.sparsifier import Sparsifier
 from accordion_hvd.compressors.topk import TopK
+from accordion_hvd.compressors.wrappers import with_momentum
 from accordion_hvd.core.base import Allreduce, Compressor, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.core.codec import average
 from accordion_hvd.ops import namespace
@@ -116,9 +117,7 @@ class DGC(Sparsifier):
         return DGC(1.0, self.momentum) if self.momentum else super().plain()
 
     def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
-        if "momentum" not in state or "momentum" not in other_state:
-            return state
-        return {**state, "momentum": other_state["momentum"]}
+        return with_momentum(state, other_state)
 
     def _state(self, error: Tensor, momentum: Tensor) -> State:
         return {"error": error} | ({"momentum": momentum} if self.momentum else {})

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from accordion_hvd import check
+from accordion_hvd.compressors.dense import Dense
 from accordion_hvd.compressors.powersgd import PowerSGD, matrix_shape
 from accordion_hvd.compressors.wrappers import CompressorWrapper
 from accordion_hvd.core.base import (
     Allgather,
-    Allreduce,
     Alltoall,
     Compressor,
     ExchangeGenerator,
@@ -44,8 +44,8 @@ class TwoLevel(CompressorWrapper):
 
     With L ranks per host there are L slices. The slice of a matrix is a block of rows; 1-D tensors,
     and matrices with fewer than L rows, are sliced as vectors. The last slice is padded with zeros.
-    If all ranks share one host, the result is the dense mean. If no ranks share a host, the inner
-    compressor serves alone.
+    If all ranks share one host, the result is the dense mean, or what the inner compressor has for
+    exempt tensors (`plain`). If no ranks share a host, the inner compressor serves alone.
 
     Args:
         compressor: the inner compressor, which serves between hosts. Default: `PowerSGD()`.
@@ -71,23 +71,18 @@ class TwoLevel(CompressorWrapper):
         return "any" if self.compressor.batching == "any" else ""
 
     def init(self, spec: Spec, info: Info) -> State:
-        """Return the inner state for this rank's slice; {} if there is one host (see `place`)."""
+        """Return the inner state for this rank's slice, or that of `plain` on one host."""
         self.accept(spec, info.name)
         placement = _placement(info)
-        if len(placement.intra) == 1:
-            return self.compressor.init(spec, info)
-        if len(placement.inter) == 1:
-            return {}
+        if (alone := self._alone(placement)) is not None:
+            return alone.init(spec, info)
         return self.compressor.init(_slice(spec, placement), _between(info, placement))
 
     def exchange(self, grad: Tensor, state: State, info: Info) -> ExchangeGenerator:
         """Run an alltoall within the host, the inner exchange between hosts, an allgather."""
         placement = _placement(info)
-        if len(placement.intra) == 1:
-            return (yield from self.compressor.exchange(grad, state, info))
-        if len(placement.inter) == 1:
-            mean = yield Allreduce(grad, reuse=True)
-            return mean, state
+        if (alone := self._alone(placement)) is not None:
+            return (yield from alone.exchange(grad, state, info))
         xp, ranks = namespace(grad), len(placement.intra)
         shape = xp.shape(grad)
         cut = slice_shape(shape, ranks)
@@ -104,14 +99,20 @@ class TwoLevel(CompressorWrapper):
         the number of ranks changes, the residuals of all slices are expanded like this.
         """
         placement = _placement(info)
-        if len(placement.intra) == 1:
-            return self.compressor.expand_residual(residual, spec, info)
+        if (alone := self._alone(placement)) is not None:
+            return alone.expand_residual(residual, spec, info)
         part, ranks = _slice(spec, placement), len(placement.intra)
         residual = self.compressor.expand_residual(residual, part, _between(info, placement))
         slices = [spec.zeros(part.shape)] * ranks
         residual = namespace(residual).reshape(residual, part.shape) * float(ranks)
         slices[placement.local_rank] = residual
         return _joined(slices, spec.shape)
+
+    def _alone(self, placement: Placement) -> Compressor | None:
+        """Return the compressor that serves if there is one host or one rank per host."""
+        if len(placement.intra) == 1:
+            return self.compressor
+        return self.plain() or Dense() if len(placement.inter) == 1 else None
 
     def same_part(self, other: Compressor) -> bool:
         return isinstance(other, TwoLevel) and self.compressor.same_part(other.compressor)

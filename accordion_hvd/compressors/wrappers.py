@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -220,9 +221,17 @@ class Momentum(CompressorWrapper):
         return super().rescale_from_one(_without_momentum(state), spec, info) | own
 
     def warm_start(self, state: State, other: Compressor, other_state: State) -> State:
-        if "momentum" not in state or "momentum" not in other_state:
-            return state
-        return {**state, "momentum": other_state["momentum"]}
+        return with_momentum(state, other_state)
+
+
+def with_momentum(state: State, other: State) -> State:
+    """Return a state with the momentum of another one, if that is of a tensor of this size."""
+    if "momentum" not in state or "momentum" not in other:
+        return state
+    xp, shape = namespace(state["momentum"]), namespace(state["momentum"]).shape(state["momentum"])
+    if math.prod(xp.shape(other["momentum"])) != math.prod(shape):
+        return state  # such as that of a slice (`TwoLevel`)
+    return {**state, "momentum": xp.reshape(other["momentum"], shape)}
 
 
 def _without_momentum(state: State) -> State:

@@ -158,9 +158,15 @@ class ModelAverager(checkpoint.Keeper):
         Args:
             given: tensors to average in place of `parameters`, as in `prepare`.
             rates: all learning rates of the optimizer, which the guard compares.
+
+        Raises:
+            ValueError: if parameter groups have learning rates of their own now, and the method
+                needs the one that has produced the model.
         """
         if self.single_rank:
             return
+        if self.method.inner == "sgd" and len(set(rates)) > 1:
+            check.refuse(self.method, "the learning rates of groups", rates, "equal in all steps")
         assert self._averages is not None
         model, began = given or self.parameters, time.perf_counter()
         self.equal = self._averages.average(model, self.steps, lr)

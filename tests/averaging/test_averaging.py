@@ -16,6 +16,7 @@ import accordion_hvd
 from accordion_hvd import (
     COLD,
     DPSGD,
+    LGC,
     QSGD,
     WAGMA,
     DiLoCo,
@@ -596,6 +597,8 @@ def test_messages_whose_size_changes_are_refused() -> None:
         (lambda: WAGMA(compressor=SignSGD()), "WAGMA: compressor is SignSGD"),
         (lambda: WAGMA(compressor=LocalSGD()), "WAGMA: compressor is LocalSGD"),
         (lambda: WAGMA(compressor=TwoLevel(TopK())), "WAGMA: compressor is TwoLevel"),
+        (lambda: DiLoCo(compressor=LGC()), "DiLoCo: compressor is LGC"),
+        (lambda: COLD(compressor=PowerSGD(2, alternate=True)), "COLD: compressor is PowerSGD"),
         (lambda: WAGMA(compressor=TopAgg(1, None, 1.0)), "WAGMA: compressor is TopAgg"),
         (lambda: WAGMA(wait_avoiding=True, compressor=TopK()), "'auto' with a compressor"),
         (lambda: LocalSGD(0), "LocalSGD: period is 0"),

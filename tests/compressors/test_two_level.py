@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,9 +26,11 @@ from accordion_hvd import (
     DoubleSqueeze,
     EFSignSGD,
     Info,
+    Momentum,
     PowerSGD,
     RandomK,
     ScaleCom,
+    SignSGD,
     StepSchedule,
     TopK,
     TwoLevel,
@@ -68,6 +71,32 @@ def test_one_machine_is_the_plain_mean(inner: Compressor) -> None:
             assert all(same_bits(mine[name], wanted[name]) for name in wanted)
     assert all(e.stats()["between"] == 0 < e.stats()["sent"] for e in ours.exchanges)
     assert not any(entry.state for e in ours.exchanges for entry in e.bucket_states)
+
+
+UPDATES = [DGC(0.1), Momentum(TopK(0.1)), SignSGD()]
+
+
+@pytest.mark.parametrize("inner", UPDATES, ids=repr)
+def test_updates_within_one_host_are_those_of_exempt_tensors(inner: Compressor) -> None:
+    alone = inner.plain()
+    assert alone is not None
+    ours, plain = simulate(TwoLevel(inner), 4, local_size=4), simulate(alone, 4)
+    for gradients in several(4, 4):
+        mine, wanted = step(ours, NUMPY, gradients)[0], step(plain, NUMPY, gradients)[0]
+        assert mine is not None and wanted is not None
+        assert all(same_bits(mine[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("inner", UPDATES, ids=repr)
+def test_updates_switch_between_tensors_and_slices(inner: Compressor) -> None:
+    """Momentum of slices is not that of tensors: it begins anew."""
+    orders = itertools.permutations((inner, TwoLevel(inner)))
+    for local, levels in itertools.product((1, 2, 4), orders):
+        world = simulate(StepSchedule(dict(enumerate(levels)), window=3), 4, local_size=local)
+        for gradients in several(4, 6):
+            found = step(world, NUMPY, gradients)[0]
+            assert found is not None and all(np.isfinite(x).all() for x in found.values())
+        assert repr(levels[1]) in world.exchanges[0].levels().values()
 
 
 def test_machines_of_different_size_are_refused() -> None:

@@ -339,6 +339,17 @@ def check_what_is_refused() -> None:
             assert word in str(error), error
         else:
             raise AssertionError(word)
+    a, b = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    groups = torch.optim.SGD([{"params": [a]}, {"params": [b]}], lr=0.1)
+    optimizer = hvd.DistributedOptimizer(groups, compression=COLD())
+    optimizer.param_groups[0]["lr"] = 0.0
+    (a + b).sum().backward()
+    try:
+        optimizer.step()
+    except ValueError as error:
+        assert "groups is [0.0, 0.1], but must be equal" in str(error), error
+    else:
+        raise AssertionError("groups")
 
 
 def check_models_that_differ_at_first() -> None:
