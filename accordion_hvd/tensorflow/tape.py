@@ -250,7 +250,11 @@ def _averager(
     settings = (process_set.process_set_id, *arguments[2:], frozenset(local))
     key = (compression, settings, place, ids)
     if key not in _averagers:
-        _take_in(key, variables)
+        wider = [k for k in _averagers if k[:-1] == key[:-1] and set(k[-1]) > set(ids)]
+        if wider:  # sources that are left out are frozen: what is owed to the others stays owed
+            key = min(wider, key=lambda k: len(k[-1]))
+        else:
+            _take_in(key, variables)
     if key not in _averagers:
         use = validation.use_of(None, process_set, op == hvd.Sum, skip, 1)
         resolved = resolve(compression)
@@ -262,6 +266,10 @@ def _averager(
         validate(resolved, replace(use, knows_optimizer=False, knows_rate=lr is not None))
         serving = resolved.serving
         assert isinstance(serving, Policy)
+        others = [_averagers[k] for k in _averagers if k[1:] == key[1:] and k[0] is not compression]
+        if compression is serving and any(x._exchange and x.exchange.steps == 1 for x in others):
+            allowed = "made once, before the loop: a new one in each step keeps no residual"
+            check.refuse(owner, "compression", compression, allowed)
         averager = TensorFlowGradientAverager(
             serving,
             process_set,

@@ -44,7 +44,7 @@ def check_positions(owner: str, **texts: Any) -> None:
             check.refuse(owner, name, value, "a string; pass compression= by keyword")
 
 
-def check_optimizer(resolved: Resolved, optimizer: Any) -> None:
+def check_optimizer(resolved: Resolved, optimizer: Any, passes: int) -> None:
     """Check what `validate` cannot: accumulation, moving averages and loss scaling in Keras.
 
     Raises:
@@ -52,6 +52,8 @@ def check_optimizer(resolved: Resolved, optimizer: Any) -> None:
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     growth, method = resolved.growth, resolved.method
+    if passes > 1:
+        check_passes_of_keras(OWNER, f"backward_passes_per_step={passes}", inner)
     if growth is not None:
         _check_growing(growth.sizes, optimizer)
     if method is None:
@@ -68,6 +70,16 @@ def check_optimizer(resolved: Resolved, optimizer: Any) -> None:
             f"{OWNER}: use_ema is True, but must be False with {method!r}: {name} would replace "
             "the averaged weights by moving averages of local weights."
         )
+
+
+def check_passes_of_keras(owner: str, several: str, optimizer: Any) -> None:
+    """Raise ValueError for settings of Keras that take each backward pass for a step."""
+    if getattr(optimizer, "use_ema", False):
+        allowed = f"False with {several}, of which Keras counts each as a step"
+        check.refuse(owner, "use_ema", True, allowed)
+    if getattr(optimizer, "gradient_accumulation_steps", None):
+        found, allowed = optimizer.gradient_accumulation_steps, f"None with {several}"
+        check.refuse(owner, "gradient_accumulation_steps", found, allowed)
 
 
 def _check_growing(batch_size: tuple[int, int], optimizer: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from accordion_hvd import check
 from accordion_hvd.core.base import Tensor
 from accordion_hvd.engine.layout import TensorInfo
 
@@ -82,12 +83,16 @@ def weights_of(layers: Any) -> list[Any]:
     """Return the trainable weights of a layer or of several layers; None: of no layers.
 
     Raises:
-        ValueError: if `layers` contains an object that is not a layer.
+        ValueError: if `layers` contains an object that is not a layer, or a layer without weights
+            that is not built yet.
     """
     kind = tf.keras.layers.Layer
     rows = [] if layers is None else [layers] if isinstance(layers, kind) else list(layers)
     if not all(isinstance(layer, kind) for layer in rows):
         raise ValueError("All local layers must be of tf.keras.layers.Layer type.")
+    for layer in rows:
+        if not layer.built:
+            check.refuse("local_layers", "a layer", layer.name, "built: call model.build() before")
     return [variable for layer in rows for variable in layer.trainable_weights]
 
 

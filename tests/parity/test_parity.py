@@ -104,6 +104,11 @@ KERAS_ONLY = {
     "check_variables_in_turn": "PyTorch's: check_layers_in_turn",
     "check_sums_of_passes_without_some_gradients": "PyTorch adds up gradients itself",
     "check_config": "PyTorch's: check_copies_and_pickles",
+    "check_the_first_change_of_levels_in_fit": "PyTorch traces nothing",
+    "check_compiling_anew_without_a_loss": "PyTorch traces nothing",
+    "check_settings_that_a_config_lacks": "PyTorch's wrapper keeps the optimizer's attributes",
+    "check_graphs_with_other_gradients_are_refused": "PyTorch traces nothing",
+    "check_warm_up_within_an_epoch": "Horovod has no callbacks for PyTorch",
     "check_guard_in_fit": "the callback compares; PyTorch has none",
 }
 """Check of keras_checks.py: why torch_checks.py has none of that name."""

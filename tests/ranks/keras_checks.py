@@ -249,6 +249,102 @@ def check_a_residual_goes_beside_though_one_rank_has_none() -> None:
         assert_equal_ranks(model, eager)
 
 
+def linear(y: Any, predicted: Any) -> Any:
+    """A loss whose gradient does not depend on the weights."""
+    return tf.reduce_mean(tf.reduce_sum(predicted * y, -1))
+
+
+class Fails(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 3:
+            raise InterruptedError
+
+
+def check_the_first_change_of_levels_in_fit() -> None:
+    """Also between the first executions of a train function, and after a fit that was ended."""
+    x = data()[0]
+    gradient = everywhere(x.T @ x / len(x)).mean(0)
+    for steps, interrupted in ((1, False), (2, False), (1, True)):
+        zeros = keras.layers.Dense(40, use_bias=False, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input((40,)), zeros])
+        change = 4 if interrupted else 1
+        schedule = StepSchedule({0: TopK(0.05), change: Dense()})
+        opt = hvd.DistributedOptimizer(SGD(0.1), compression=schedule)
+        model.compile(opt, loss=linear, steps_per_execution=steps)
+        for callbacks in ([Fails()], []) if interrupted else ([],):
+            callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), *callbacks]
+            try:
+                model.fit(np.repeat(x, steps, 0), np.repeat(x, steps, 0), batch_size=len(x),
+                          epochs=6, shuffle=False, verbose=0, callbacks=callbacks)  # fmt: skip
+            except InterruptedError:
+                assert interrupted
+        taken = int(opt.iterations)
+        assert taken == (9 if interrupted else 6 * steps), taken
+        if steps == 1:  # else a batch has repeated rows of another part of x
+            moved = -model.get_weights()[0] / (0.1 * taken)
+            np.testing.assert_allclose(moved, gradient, rtol=1e-3, atol=1e-4)
+        assert_equal_ranks(model, (steps, interrupted))
+
+
+class OwnStep(keras.Model):
+    """A model with a training step of its own, which is compiled without a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = keras.layers.Dense(40, use_bias=False)
+        self.last = keras.layers.Dense(40, use_bias=False)
+
+    def call(self, x: Any) -> Any:
+        return self.last(self.first(x))
+
+    def train_step(self, batch: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(batch[0]) - batch[1]))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def check_compiling_anew_without_a_loss() -> None:
+    """A layer that is frozen between two fits stays as it is under a policy that switches."""
+    x, model = data()[0], OwnStep()
+    model(x)
+    policy = StepSchedule({0: TopK(0.1), 50: Dense()})
+    opt = hvd.DistributedOptimizer(SGD(0.1), compression=policy)
+    for trainable in (True, False):
+        model.first.trainable = trainable
+        model.compile(opt)
+        before = model.first.get_weights()[0]
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        model.fit(x, x, batch_size=16, epochs=2, verbose=0, callbacks=[broadcast])
+        assert (model.first.get_weights()[0] == before).all() != trainable
+
+
+def check_settings_that_a_config_lacks() -> None:
+    """Rates that are functions, and what is left out of weight decay."""
+    for plain in (keras.optimizers.AdamW(0.1, weight_decay=0.5), hvd.Adam(0.1, weight_decay=0.5)):
+        weight, bias = (keras.Variable(tf.ones((2,)), name=name) for name in ("weight", "bias"))
+        plain.exclude_from_weight_decay(var_names=["bias"])
+        opt = plain if hasattr(plain, "rule") else hvd.DistributedOptimizer(plain)
+        opt.build([weight, bias])
+        opt.apply([tf.zeros((2,))] * 2, [weight, bias])
+        assert float(weight[0]) < 0.96 and float(bias[0]) == 1.0, (weight, bias)
+    rates, weight = iter((0.5, 0.25)), keras.Variable(tf.zeros((2,)))
+    opt = hvd.DistributedOptimizer(SGD(lambda: next(rates)))
+    opt.build([weight])
+    assert callable(opt._learning_rate)
+
+
+def check_graphs_with_other_gradients_are_refused() -> None:
+    """Sums of several passes are those of one graph: another one has other gradients."""
+    a, b = (keras.Variable(tf.zeros((2,)), name=name) for name in "ab")
+    opt = hvd.DistributedOptimizer(SGD(1.0), backward_passes_per_step=2)
+    opt.build([a, b])
+    tf.function(lambda g: opt.apply([g, None], [a, b]))(tf.ones((2,)))
+    other = tf.function(lambda g: opt.apply([None, g], [a, b]))
+    raises(ValueError, "in all graphs or in none", lambda: other(tf.ones((2,))))
+
+
 def check_fitting_again_traces_nothing_anew() -> None:
     """A call of `fit` reuses the last train function unless compilation or levels changed."""
     model = make_model()
@@ -414,6 +510,13 @@ def check_layers_that_are_local() -> None:
         np.testing.assert_allclose(old - variable.numpy(), hvd.rank() + 1, rtol=1e-5)
     np.testing.assert_allclose(first.bias.numpy(), -mean, rtol=1e-5)
     raises(ValueError, "Layer", lambda: hvd.PartialDistributedOptimizer(SGD(1.0), local_layers=[3]))
+    unbuilt = keras.layers.Dense(3)
+    raises(ValueError, "model.build()", lambda: hvd.PartialDistributedOptimizer(
+        SGD(1.0), local_layers=unbuilt))  # fmt: skip
+    variable = last.trainable_weights[0]
+    for plain in (SGD(1.0, global_clipnorm=1.0), keras.optimizers.LossScaleOptimizer(SGD(1.0))):
+        raises(ValueError, "register_local_var", lambda plain=plain: hvd.DistributedOptimizer(
+            plain).register_local_var(variable))  # fmt: skip
 
 
 def make_sparse_step(opt: Any, table: Any) -> Any:
@@ -655,6 +758,12 @@ def check_learning_rate_callbacks() -> None:
     np.testing.assert_allclose(recorder.logs[-1]["lr"], 0.008, rtol=1e-5)
 
 
+def check_warm_up_within_an_epoch() -> None:
+    warmup, recorder = hvd.callbacks.LearningRateWarmupCallback(0.08, warmup_epochs=0.5), Recorder()
+    fit(make_model(), "dense", epochs=2, callbacks=[warmup, recorder])
+    np.testing.assert_allclose(recorder.rates, 0.08, rtol=1e-5)  # one of two batches is half of one
+
+
 def check_momentum_correction() -> None:
     """A change of the learning rate scales the velocity, which contains the learning rate."""
     model, opt = make_model(), SGD(0.1, momentum=0.9)
@@ -797,6 +906,10 @@ def check_refusals() -> None:
     raises(ValueError, "already", lambda: hvd.DistributedOptimizer(
         hvd.DistributedOptimizer(SGD(0.1))))  # fmt: skip
     raises(TypeError, "Keras 3 optimizer", lambda: hvd.DistributedOptimizer("sgd"))
+    for name, value in (("use_ema", True), ("gradient_accumulation_steps", 2)):
+        plain = SGD(0.1, **{name: value})
+        raises(ValueError, f"{name} is {value}", lambda plain=plain: hvd.DistributedOptimizer(
+            plain, backward_passes_per_step=2))  # fmt: skip
     raises(ValueError, "name is TopK(ratio=0.1)", lambda: hvd.DistributedOptimizer(
         SGD(0.1), TopK(0.1)))  # fmt: skip
     raises(AttributeError, "write accordion_hvd.TopK", lambda: hvd.TopK)

@@ -189,7 +189,7 @@ def check_settings_of_keras() -> None:
     falling = keras.optimizers.schedules.ExponentialDecay(1e-2, 2, 0.5)
     for name in some(("OnebitAdam", "CDAdam"), ("CDAdam",)):
         model = network()
-        options: dict[str, Any] = {"learning_rate": falling, "clipnorm": 0.5, "use_ema": True}
+        options: dict[str, Any] = {"learning_rate": falling, "clipnorm": 0.5}
         model.compile(made(name, **options, gradient_accumulation_steps=2), loss="mse")
         fit(model, 4)
         assert_equal_ranks(model, name)
@@ -316,7 +316,23 @@ def check_one_ranks_model_serves_all() -> None:
         shutil.rmtree(folder)
 
 
+def check_a_fixed_loss_scale() -> None:
+    """Keras divides by the factor what an update rule has computed from scaled gradients."""
+    for name in some(("Adam", "OnebitAdam", "Lamb", "CDAdam"), ("Adam", "Lamb")):
+        found = []
+        for scale in (None, 1024.0):
+            weight = keras.Variable(tf.ones((2,)))
+            opt = made(name, learning_rate=0.01, loss_scale_factor=scale)
+            opt.build([weight])
+            for _ in range(3):
+                opt.apply([tf.constant([1.0, -1.0]) * (scale or 1.0)], [weight])
+            found.append(weight.numpy())
+        np.testing.assert_allclose(*found, rtol=1e-5)
+
+
 def check_refusals() -> None:
+    raises(ValueError, "use_ema is True", lambda: made(
+        "Adam", gradient_accumulation_steps=2, use_ema=True))  # fmt: skip
     raises(ValueError, "warmup_steps is -1", lambda: hvd.OnebitAdam(warmup_steps=-1))
     raises(ValueError, "gradient_accumulation_steps is 0.5", lambda: made(
         "Adam", gradient_accumulation_steps=0.5))  # fmt: skip

@@ -414,6 +414,39 @@ def check_scaled_losses_of_a_tape() -> None:
     unknown(tf.constant(rank_gradient()))
 
 
+def check_sources_that_are_left_out_for_good() -> None:
+    """What is owed to the others is paid on."""
+    a, b = (tf.Variable(tf.zeros((40, 40))) for _ in range(2))
+
+    def step(x: Any, *sources: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(source * x) for source in (a, b)])
+        tape = hvd.DistributedGradientTape(tape, compression=compression, guard="off")
+        return tape.gradient(loss, list(sources))
+
+    compression, total, want = TopK(0.1), 0.0, 0.0
+    for number in range(16):
+        x = rank_gradient(number) * (number < 6)
+        total = total + step(tf.constant(x), *((a, b) if number < 3 else (a,)))[0].numpy()
+        want = want + everywhere(x).mean(0)
+    np.testing.assert_allclose(total, want, rtol=1e-4, atol=1e-5)
+
+
+def check_policies_made_in_each_step_are_refused() -> None:
+    variable = tf.Variable(tf.zeros((40, 40)))
+
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable)
+        hvd.DistributedGradientTape(tape, compression=Fixed(TopK(0.1))).gradient(loss, [variable])
+
+    def steps() -> None:
+        for _ in range(3):
+            step()
+
+    raises(ValueError, "made once, before the loop", steps)
+
+
 def check_loss_scaling_that_is_gone_counts_nowhere() -> None:
     """When garbage is collected differs between ranks: rank 0 has an optimizer that nobody uses."""
     gc.collect()

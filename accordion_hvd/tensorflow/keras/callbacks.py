@@ -85,6 +85,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             validation.turn_xla_off(self.model)
             self.model.make_train_function()
         if averager is not None:
+            if averager.managed:  # an earlier fit ended by an exception and left its train function
+                self.model.train_function = None
+                self.model.make_train_function()
             averager.managed = not self.model.run_eagerly and not averager.idle
             self._reuse_train_function(averager)
             if self._ends_windows():
@@ -113,6 +116,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         """Broadcast if the model was not built before; stop when the privacy budget is spent."""
         self._broadcast()
         averager = self._averager()
+        if averager is not None and self._traced is None and averager._exchange is not None:
+            self._traced = averager.exchange.version  # the first batch has made the exchange
         if averager is not None and not averager.policy.affords():
             self.model.stop_training = True
 
@@ -164,7 +169,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def _stamp(self, version: int | None) -> tuple[Any, ...]:
         # A train function depends on the levels and on the arguments of `compile`.
-        names = ("_compile_loss", "_compile_metrics")
+        names = ("_compile_loss", "_compile_metrics", "_compile_config")
         return version, *(getattr(self.model, name, None) for name in names)
 
     def _catch_up(self, averager: Any) -> None:
@@ -326,7 +331,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     ) -> None:
         def multiplier(epoch: float) -> float:
             assert self.steps_per_epoch is not None
-            epoch += 1.0 / self.steps_per_epoch  # so that an epoch ends at an integer
+            # So that an epoch ends at an integer, and a warm-up within an epoch, too.
+            epoch = min(epoch + 1.0 / self.steps_per_epoch, warmup_epochs)
             return (epoch * (hvd.size() - 1) / warmup_epochs + 1) / hvd.size()
 
         super().__init__(

@@ -154,7 +154,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     resolved, passes, skip = resolve(compression), backward_passes_per_step, check.patterns(skip)
     use = validation.use_of(optimizer, process_set, op == hvd.Sum, skip, passes)
     validate(resolved, replace(use, residual_dtype=residual_dtype))
-    validation.check_optimizer(resolved, optimizer)
+    validation.check_optimizer(resolved, optimizer, passes)
     serving = resolved.serving
     if isinstance(serving, Averaging):
         averaging_settings = AveragingSettings(
@@ -301,7 +301,12 @@ def wrap(optimizer: Any, settings: Any, methods: type | None = None) -> Any:
         scale, growth = optimizer.initial_scale, optimizer.dynamic_growth_steps
         wrapped = kind(optimizer.inner_optimizer, scale, growth, name=optimizer.name)
     else:
-        wrapped = kind.from_config(optimizer.get_config())
+        config, rate = optimizer.get_config(), optimizer._learning_rate
+        # A schedule or function serves as it is: it may be of a class that Keras does not know.
+        wrapped = kind.from_config(config | ({"learning_rate": rate} if callable(rate) else {}))
+        for name in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
+            if hasattr(optimizer, name):
+                setattr(wrapped, name, getattr(optimizer, name))
     if optimizer.built:
         wrapped.build(optimizer._trainable_variables)
         for new, old in zip(wrapped.variables, optimizer.variables, strict=True):
@@ -330,8 +335,8 @@ class _Distributed(Controls):
         self._averager = self._settings.averager(lambda: _exchanged(reference()))
         self._averager.gain = lambda variable: gain_of(reference(), variable)
         self._averager.rate = lambda: reference()._rate()  # type: ignore[union-attr]
-        if isinstance(self, keras.optimizers.LossScaleOptimizer):
-            self._averager.scaler = lambda: tf.convert_to_tensor(reference().dynamic_scale)  # type: ignore[union-attr]
+        if self._is_scaled():
+            self._averager.scaler = lambda: reference()._loss_scale()  # type: ignore[union-attr]
         self._models = self._settings.models(self._averager)  # the model averager, or None
         self._sums: dict[int, tf.Variable] = {}  # by keys of variables
         self._summed: set[int] = set()  # keys of those with a gradient in this step
@@ -361,8 +366,26 @@ class _Distributed(Controls):
         self._update_batch_count()
 
     def register_local_var(self, var: Any) -> None:
-        """Do not average the gradient of this variable; `scale_local_gradients` still applies."""
+        """Do not average the gradient of this variable; `scale_local_gradients` still applies.
+
+        Raises:
+            ValueError: if a local gradient would change what the other variables receive.
+        """
+        inner: Any = getattr(self, "inner_optimizer", self)
+        if inner is not self:
+            allowed = (
+                "one without loss scaling, which skips steps by all gradients; use mixed_bfloat16"
+            )
+            check.refuse("register_local_var", "optimizer", type(self).__name__, allowed)
+        if inner.global_clipnorm is not None:
+            allowed = "None, since local gradients are part of this norm"
+            check.refuse("register_local_var", "global_clipnorm", inner.global_clipnorm, allowed)
         self._averager.local.add(key_of(var))
+
+    def exclude_from_weight_decay(self: Any, *args: Any, **options: Any) -> None:
+        inner = getattr(self, "inner_optimizer", None)
+        given = super() if inner is None else inner
+        given.exclude_from_weight_decay(*args, **options)  # type: ignore[attr-defined]
 
     # --------------------------------------------------------------------- methods that Keras calls
     def build(self: Any, variables: Any) -> None:
@@ -458,6 +481,15 @@ class _Distributed(Controls):
         return float(rate) if tf.executing_eagerly() else tf.convert_to_tensor(rate)
 
     # -------------------------------------------------------------------------------- loss scaling
+    def _is_scaled(self: Any) -> bool:
+        dynamic = isinstance(self, keras.optimizers.LossScaleOptimizer)
+        return dynamic or getattr(self, "loss_scale_factor", None) is not None
+
+    def _loss_scale(self: Any) -> Any:
+        dynamic = isinstance(self, keras.optimizers.LossScaleOptimizer)
+        scale = self.dynamic_scale if dynamic else self.loss_scale_factor
+        return tf.cast(tf.convert_to_tensor(scale), tf.float32)
+
     def _unscaled(self: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
         return self._times(grads, variables, lambda scale: 1.0 / scale)  # a power of 2: exact
 
@@ -465,9 +497,9 @@ class _Distributed(Controls):
         return self._times(grads, variables, lambda scale: scale)
 
     def _times(self: Any, grads: list[Any], variables: list[Any], factor: Any) -> list[Any]:
-        if not isinstance(self, keras.optimizers.LossScaleOptimizer):
+        if not self._is_scaled():
             return grads
-        scale = factor(tf.convert_to_tensor(self.dynamic_scale))
+        scale = factor(self._loss_scale())
         pairs = zip(grads, variables, strict=True)
         return [g if g is None or _overwritten(v) else multiplied(g, scale) for g, v in pairs]
 
@@ -479,6 +511,14 @@ class _Distributed(Controls):
         if set(map(key_of, variables)) != self._sums.keys():
             allowed = "the same in each pass, since gradients are summed"
             check.refuse(OWNER, "trainable_variables", [v.path for v in variables], allowed)
+        if not tf.executing_eagerly():
+            there = {key_of(v) for v, g in zip(variables, grads, strict=True) if g is not None}
+            if self._summed and there != self._summed:
+                absent = [v.path for v in variables if key_of(v) in there ^ self._summed]
+                allowed = (
+                    "there in all graphs or in none, since a step takes the sums of all passes"
+                )
+                check.refuse(OWNER, "the gradients", absent, allowed)
         for key, grad in zip(map(key_of, variables), grads, strict=True):
             if grad is not None:
                 self._summed.add(key)

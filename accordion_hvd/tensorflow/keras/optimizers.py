@@ -257,6 +257,11 @@ class CompressedOptimizer(_Ruled, Directions):
         rule = cls._rule(**_from_keras(own, cls._rule()))
         passes = gradient_accumulation_steps or 1
         check.integer(cls.__name__, "gradient_accumulation_steps", passes, least=1)
+        if passes > 1 and use_ema:
+            several = (
+                f"False with gradient_accumulation_steps={passes}, which Keras takes for steps"
+            )
+            check.refuse(cls.__name__, "use_ema", True, several)
         validation.check_strategy()
         decayed = {"weight_decay": float(weight_decay or 0.0), "decoupled_weight_decay": True}
         hyper = {"": decayed, UNDECAYED: decayed | {"weight_decay": 0.0}}
