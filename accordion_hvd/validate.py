@@ -5,6 +5,7 @@ Checks that need the types of one framework are in its `validation` module.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,9 @@ from accordion_hvd.policies import Policy
 from accordion_hvd.resolve import Resolved, is_ours
 
 OWNER = "DistributedOptimizer"
+
+MEASURED = ("SGD", "Adam", "AdamW")
+"""Optimizers with which docs/choosing.md has losses of compression."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,13 @@ def validate(resolved: Resolved, use: Use) -> None:
     _check_levels(serving, use)
     _check_evidence(serving, use)
     _check_private(serving, use)
+    if serving.gate is not None and use.knows_optimizer and use.optimizer not in MEASURED:
+        warnings.warn(
+            f"{use.owner}: the gate chooses by time alone, and what compression costs in accuracy "
+            f"was measured with {', '.join(MEASURED)}, not with {use.optimizer}. Compare the loss "
+            "of a short training with that of compression=Dense().",
+            stacklevel=2,
+        )
     if growth is not None:
         growth.share(use.members)
     if method is not None:

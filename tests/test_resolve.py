@@ -109,6 +109,17 @@ def test_a_class_in_place_of_an_instance_is_named(kind: Any) -> None:
         resolve(kind)
 
 
+def test_a_gate_names_optimizers_that_were_not_measured(recwarn: Any) -> None:
+    gated = resolve(Fixed(TopK(0.1), gate="auto"))
+    for optimizer in ("SGD", "Adam", "AdamW"):
+        validate(gated, replace(USE, optimizer=optimizer))
+    validate(resolve(TopK(0.1)), replace(USE, optimizer="Rprop"))
+    validate(gated, replace(USE, optimizer="NoneType", knows_optimizer=False))
+    assert not recwarn.list
+    with pytest.warns(match=r"was measured with SGD, Adam, AdamW, not with Rprop"):
+        validate(gated, replace(USE, optimizer="Rprop"))
+
+
 MIXED = Accordion(low=Dense(), high=WAGMA(4), window=5)
 GROWING = Accordion(batch_size=(6, 12), window=5)
 VOTES: dict[str, Any] = {"k": 5, "clip": None, "sigma": 20.0}
