@@ -7,13 +7,4 @@ from accordion_hvd.averaging.local_sgd import LocalSGD
 from accordion_hvd.averaging.topology import Topology
 from accordion_hvd.averaging.wagma import WAGMA
 
-__all__ = [
-    "COLD",
-    "DPSGD",
-    "DiLoCo",
-    "DynaCOLD",
-    "LocalSGD",
-    "Nesterov",
-    "Topology",
-    "WAGMA",
-]
+__all__ = ["COLD", "DPSGD", "DiLoCo", "DynaCOLD", "LocalSGD", "Nesterov", "Topology", "WAGMA"]

@@ -48,8 +48,7 @@ class Running:
 
 
 def drive(
-    generator: Generator[Any, Any, Any],
-    serve: Callable[[tuple[Request, ...]], Sequence[Any]],
+    generator: Generator[Any, Any, Any], serve: Callable[[tuple[Request, ...]], Sequence[Any]]
 ) -> Any:
     """Run a generator to its end; return its result. `serve` answers requests, in their order."""
     running = Running(generator)

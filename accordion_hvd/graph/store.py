@@ -218,9 +218,7 @@ class FeatureStore:
         owner = self.owner[wanted]
         remote = np.flatnonzero(owner != self.rank)
         requested, first, place = np.unique(
-            owner[remote] * len(self.owner) + wanted[remote],
-            return_index=True,
-            return_inverse=True,
+            owner[remote] * len(self.owner) + wanted[remote], return_index=True, return_inverse=True
         )  # without duplicates, sorted by owner
         numbers = wanted[remote][first].astype(self._number)
         counts = np.bincount(owner[remote][first], minlength=self.size)

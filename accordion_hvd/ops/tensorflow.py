@@ -634,10 +634,7 @@ def clip(x: Tensor, limit: Tensor) -> Tensor:
 
 
 def _on_host(
-    function: Callable[..., Any],
-    given: Sequence[Any],
-    dtype: tf.DType,
-    shape: Sequence[int],
+    function: Callable[..., Any], given: Sequence[Any], dtype: tf.DType, shape: Sequence[int]
 ) -> Tensor:
     """Return NumPy's result of `function` on `given`, also in a graph.
 

@@ -63,12 +63,7 @@ def speaks(bits: float, step: int) -> bool:
 
 
 def averaged(
-    total: Tensor,
-    server: Tensor,
-    info: Info,
-    scale: str = "l2",
-    room: Tensor = None,
-    bits: int = 1,
+    total: Tensor, server: Tensor, info: Info, scale: str = "l2", room: Tensor = None, bits: int = 1
 ) -> Generator[Any, Any, tuple[Tensor, Tensor, Tensor]]:
     """Average `total` over the ranks at one or two bits an element, as part of an exchange.
 

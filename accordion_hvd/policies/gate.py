@@ -134,10 +134,7 @@ class Gate:
     """
 
     def __init__(
-        self,
-        steps: int = 4,
-        every: int = 1000,
-        fallbacks: Sequence[Compressor] = (FP16(), Dense()),
+        self, steps: int = 4, every: int = 1000, fallbacks: Sequence[Compressor] = (FP16(), Dense())
     ) -> None:
         check.integer(self, "steps", steps, least=2)
         check.integer(self, "every", every, least=1)

@@ -304,8 +304,7 @@ def simulate(
 
 
 def lockstep(
-    communicators: Sequence[SimulatedCommunicator],
-    exchanges: Sequence[Generator[Any, Any, Any]],
+    communicators: Sequence[SimulatedCommunicator], exchanges: Sequence[Generator[Any, Any, Any]]
 ) -> list[Any]:
     """Run one exchange generator per rank, all in step; return the result of each."""
     running = [Running(exchange) for exchange in exchanges]

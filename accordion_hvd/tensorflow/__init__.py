@@ -20,11 +20,7 @@ from accordion_hvd import check
 from accordion_hvd.comm.horovod.tensorflow import hvd as _horovod
 from accordion_hvd.engine.checkpoint import load_state, save_state
 from accordion_hvd.tensorflow import elastic
-from accordion_hvd.tensorflow.functions import (
-    broadcast_global_variables,
-    broadcast_variables,
-    init,
-)
+from accordion_hvd.tensorflow.functions import broadcast_global_variables, broadcast_variables, init
 from accordion_hvd.tensorflow.optimizer import DistributedOptimizer
 from accordion_hvd.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 

@@ -51,12 +51,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """
 
     def __init__(
-        self,
-        root_rank: int,
-        device: str = "",
-        local_variables: Any = None,
-        *,
-        average: str = "all",
+        self, root_rank: int, device: str = "", local_variables: Any = None, *, average: str = "all"
     ) -> None:
         super().__init__()
         check.one_of(self, "average", average, ("all", "trainable", "nothing"))

@@ -176,10 +176,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 
 
 def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
-    optimizer: keras.optimizers.Optimizer,
-    *args: Any,
-    local_layers: Any = None,
-    **kwargs: Any,
+    optimizer: keras.optimizers.Optimizer, *args: Any, local_layers: Any = None, **kwargs: Any
 ) -> Any:
     """Return a `DistributedOptimizer` that does not average the gradients of `local_layers`.
 
