@@ -6,7 +6,7 @@ import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NoReturn
 
 
 class PayloadError(RuntimeError):
@@ -127,7 +127,7 @@ def elements(owner: Any, name: str, shape: tuple[int, ...]) -> None:
         refuse(owner, f"size of {label}", size, allowed)
 
 
-def refuse(owner: Any, name: str, value: Any, allowed: str) -> None:
+def refuse(owner: Any, name: str, value: Any, allowed: str) -> NoReturn:
     """Raise ValueError with the message "OWNER: NAME is VALUE, but must be ALLOWED.".
 
     Args:
@@ -140,7 +140,7 @@ def refuse(owner: Any, name: str, value: Any, allowed: str) -> None:
     raise ValueError(f"{kind}: {name} is {value!r}, but must be {allowed}.")
 
 
-def refuse_payload(senders: Sequence[int], why: str = "positions out of range") -> None:
+def refuse_payload(senders: Sequence[int], why: str = "positions out of range") -> NoReturn:
     """Raise PayloadError with a message that names the senders.
 
     Args:

@@ -100,9 +100,8 @@ def check_arguments(op: Any, known: Sequence[Any], predivide: float, groups: Any
         check.refuse(OWNER, "op", op, "hvd.Average, hvd.Sum or hvd.Adasum")
     if predivide != 1.0 and op != known[0]:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if groups is not None and not (
-        isinstance(groups, list) or (check.is_integer(groups) and groups >= 0)
-    ):
+    fine = groups is None or isinstance(groups, list) or (check.is_integer(groups) and groups >= 0)
+    if not fine:
         check.refuse(OWNER, "groups", groups, "a non-negative integer or a list of lists")
 
 

@@ -150,7 +150,6 @@ def _compressed_mean(
 def _schedule(owner: Any, size: int) -> Groups:
     chosen = default_size(size) if owner.group_size is None else owner.group_size
     if chosen > size:
-        check.refuse(
-            owner, "group_size", chosen, f"an integer from 1 to {size}, the number of ranks"
-        )
+        allowed = f"an integer from 1 to {size}, the number of ranks"
+        check.refuse(owner, "group_size", chosen, allowed)
     return Groups(size, chosen)

@@ -223,10 +223,9 @@ def _gather_uneven(
     table = yield communicator.allgather(f"{name}.sizes", xp.to_bytes(row), group)
     _compare_sizes(xp, table, 8 * ranks * len(sizes), name)
     table = xp.to_numpy(xp.from_bytes(table, "int64", (ranks, len(sizes))))
-    if (table < 0).any():
-        check.refuse_payload(
-            [int(rank) for rank in np.flatnonzero((table < 0).any(1))], "a size is negative"
-        )
+    negative = np.flatnonzero((table < 0).any(1)).tolist()
+    if negative:
+        check.refuse_payload(negative, "a size is negative")
     count(communicator, traffic, requests, int(table.sum()))
     lengths = [int(length) for length in table.sum(1)]
     flat = yield communicator.allgather(name, sent, group, lengths)

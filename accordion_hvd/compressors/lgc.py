@@ -296,9 +296,8 @@ def _parse(payload: Tensor, count: int, size: int) -> tuple[tuple[Tensor, ...], 
     """Parse a leader's message: `count` distinct indices below `size`, a scale, and a code."""
     xp, index = namespace(payload), payload[:count]
     floats = _bits("float32", payload[count:])
-    return (index, floats[:1], floats[1:]), xp.invalid_index(
-        xp.take(index, xp.argsort(index)), size
-    )
+    ascending = xp.take(index, xp.argsort(index))
+    return (index, floats[:1], floats[1:]), xp.invalid_index(ascending, size)
 
 
 def _bits(dtype: str, x: Tensor) -> Tensor:

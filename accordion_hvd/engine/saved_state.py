@@ -142,9 +142,8 @@ def rescaled(
         all_saved: states of all ranks, in rank order, with residuals of full tensors.
         spec: spec of the bucket, in NumPy.
     """
-    result = SavedState(
-        all_saved[0].level, evidence=all_saved[0].evidence if info.rank == 0 else {}
-    )
+    evidence = all_saved[0].evidence if info.rank == 0 else {}
+    result = SavedState(all_saved[0].level, evidence=evidence)
     carried = [saved.carried for saved in all_saved if saved.carried is not None]
     if carried:
         result.carried = sum(carried) / len(all_saved)

@@ -380,9 +380,8 @@ class WaitAvoiding:
     def _copy(self, model: Sequence[Array]) -> Pooled:
         sizes = [vector.size for vector in model]
         if sizes != self._sizes:
-            check.refuse(
-                self, "sizes of the model's vectors", sizes, f"{self._sizes}, as in the first model"
-            )
+            allowed = f"{self._sizes}, as in the first model"
+            check.refuse(self, "sizes of the model's vectors", sizes, allowed)
         with self._changed:
             copy = self._pool.take()
         for target, vector in zip(copy.vectors, model, strict=False):
@@ -586,9 +585,8 @@ class WaitAvoiding:
         while not self._goodbyes >= self._senders:
             self._listen()
             if wait.seconds() > self.timeout:
-                self._abort(
-                    f"rank {_join_ranks(sorted(self._senders - self._goodbyes))} did not end."
-                )
+                late = _join_ranks(sorted(self._senders - self._goodbyes))
+                self._abort(f"rank {late} did not end.")
             self._bell.wait()
         MPI.Request.Waitall([request for request, _ in self._sending])
         mpi.retire(self._comm)
@@ -622,15 +620,11 @@ def _world() -> Any:
 
 def _check_vectors(model: Sequence[Array]) -> None:
     for vector in model:
-        kind = f"{type(vector).__name__} of {getattr(vector, 'dtype', 'no dtype')}"
-        if (
-            not isinstance(vector, np.ndarray)
-            or vector.ndim != 1
-            or str(vector.dtype) not in _DTYPES
-        ):
-            check.refuse(
-                "WaitAvoiding", "model", kind, "vectors (numpy.ndarray) of float32 or float64"
-            )
+        fits = isinstance(vector, np.ndarray) and vector.ndim == 1
+        if not (fits and str(vector.dtype) in _DTYPES):
+            kind = f"{type(vector).__name__} of {getattr(vector, 'dtype', 'no dtype')}"
+            allowed = "vectors (numpy.ndarray) of float32 or float64"
+            check.refuse("WaitAvoiding", "model", kind, allowed)
 
 
 # ------------------------------------------------------------------ the wakeup of a sleeping thread

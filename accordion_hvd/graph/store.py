@@ -81,9 +81,8 @@ class FeatureStore:
             kind = f"of shape {given.shape} and type {given.dtype}"
             check.refuse(self, "rows", kind, "floating point of shape (owned nodes, features)")
         if len(given) != len(own):
-            check.refuse(
-                self, "rows", f"{len(given)} rows", f"{len(own)}, one per node of the rank"
-            )
+            allowed = f"{len(own)}, one per node of the rank"
+            check.refuse(self, "rows", f"{len(given)} rows", allowed)
         self.rows = np.ascontiguousarray(given, np.float32)
         self.features = self.rows.shape[1]
         self.width = self.wire.width(self.features)

@@ -557,9 +557,8 @@ def from_wire(x: Array, wire: str, likes: Sequence[Array]) -> list[Array]:
     Consumes `likes`.
     """
     pieces = split(_of_wire(x, wire), [*(like.size for like in likes), 0])
-    return [
-        p.reshape(like.shape).astype(like.dtype) for p, like in zip(pieces, likes, strict=False)
-    ]
+    pairs = zip(pieces, likes, strict=False)
+    return [piece.reshape(like.shape).astype(like.dtype) for piece, like in pairs]
 
 
 def _of_wire(x: Array, wire: str) -> Array:

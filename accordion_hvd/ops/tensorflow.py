@@ -365,9 +365,7 @@ def index_of_chunks(place: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 def pack_bins(index: Tensor, signs: Tensor, shape: Sequence[int], width: int) -> Tensor:
     """Pack positions in bins, and signs, into one or two bytes each; not in a graph."""
-    return tf.convert_to_tensor(
-        indices.pack_bins(to_numpy(index), to_numpy(signs) < 0, shape, width)
-    )
+    return tf.convert_to_tensor(oracle.pack_bins(to_numpy(index), to_numpy(signs), shape, width))
 
 
 def unpack_bins(packed: Tensor, shape: Sequence[int], width: int) -> tuple[Tensor, Tensor]:

@@ -446,10 +446,8 @@ def index_of_chunks(place: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 def pack_bins(index: Tensor, signs: Tensor, shape: Sequence[int], width: int) -> Tensor:
     """Pack positions in bins, and signs, into one or two bytes each; on the host."""
-    negative = to_numpy(signs) < 0
-    return torch.from_numpy(indices.pack_bins(to_numpy(index), negative, shape, width)).to(
-        index.device
-    )
+    packed = oracle.pack_bins(to_numpy(index), to_numpy(signs), shape, width)
+    return torch.from_numpy(packed).to(index.device)
 
 
 def unpack_bins(packed: Tensor, shape: Sequence[int], width: int) -> tuple[Tensor, Tensor]:

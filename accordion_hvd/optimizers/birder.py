@@ -222,9 +222,7 @@ class Birder(UpdateRule):
 
     def deactivate(self, state: State) -> State:
         """Return the residuals, which stay with this stage; the next stage copies the moments."""
-        return {
-            key: x for key, x in state.items() if key in self.per_rank_state and key not in MOMENTS
-        }
+        return {k: x for k, x in super().deactivate(state).items() if k not in MOMENTS}
 
 
 class ExactBirder(Birder):

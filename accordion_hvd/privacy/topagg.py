@@ -112,9 +112,8 @@ class TopAgg(Private):
             check.refuse(self, "contributors", self.contributors, "None if ranks vote")
         check.ratio(self, "rate", self.rate)
         if self.unit != "example" and self.rate != 1:
-            check.refuse(
-                self, "rate", self.rate, "1 unless examples vote: only examples are sampled"
-            )
+            allowed = "1 unless examples vote: only examples are sampled"
+            check.refuse(self, "rate", self.rate, allowed)
 
     def _check_protection(self) -> None:
         for name in ("unprotected", "deterministic"):
@@ -125,9 +124,8 @@ class TopAgg(Private):
         if self.budget is not None and not isinstance(self.budget, PrivacyBudget):
             check.refuse(self, "budget", self.budget, "a PrivacyBudget, or None")
         if self.budget is not None and (self.sigma == 0 or self.deterministic):
-            check.refuse(
-                self, "budget", self.budget, "None: without secret noise, epsilon is infinite"
-            )
+            allowed = "None: without secret noise, epsilon is infinite"
+            check.refuse(self, "budget", self.budget, allowed)
         if self.budget is not None:
             self.budget.left(self.mechanism)  # raises if the relations differ
         if self.deterministic:

@@ -210,9 +210,8 @@ class JobWorld:
 
     def __init__(self, settings: _Settings, hosts: Sequence[int]) -> None:
         local, total = settings.link.local_size, len(settings.speeds)
-        self.ranks = np.concatenate(
-            [np.arange(host * local, min((host + 1) * local, total)) for host in hosts]
-        )
+        ranks = [np.arange(host * local, min((host + 1) * local, total)) for host in hosts]
+        self.ranks = np.concatenate(ranks)
         self.network = HostLinks(settings.link.of_hosts(hosts), len(self.ranks))
         slowness = 1 / settings.speeds[self.ranks]
         self.clocks = Clocks(self.network, slowness, settings.backward, settings.overlap)

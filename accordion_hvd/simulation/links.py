@@ -313,7 +313,5 @@ def members_of(group: Any, hosts: Hosts) -> MemberTimes:
     for groups in (hosts, list(zip(*hosts, strict=False))):
         if group == groups[0]:
             return DisjointGroups(groups)
-    check.refuse(
-        "simulate_job", "group of rank 0", group, "all ranks, a host, or one rank per host"
-    )
-    raise AssertionError
+    allowed = "all ranks, a host, or one rank per host"
+    check.refuse("simulate_job", "group of rank 0", group, allowed)

@@ -256,9 +256,8 @@ class World:
                     f"{dtype} {shape}{device and ' on '}{device}"
                     for shape, dtype, device in (kind, (tensor.shape, tensor.dtype, tensor.kind))
                 )
-                check.refuse(
-                    self, f"gradient of {tensor.name}", given, f"{first}, as in the first step"
-                )
+                allowed = f"{first}, as in the first step"
+                check.refuse(self, f"gradient of {tensor.name}", given, allowed)
 
     def _kind(self, gradient: Tensor) -> tuple[tuple[int, ...], str, str]:
         """Return the shape, the dtype and the device of a gradient ("": there is none)."""

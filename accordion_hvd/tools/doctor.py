@@ -442,9 +442,8 @@ def launch(title: str, command: Sequence[str], program: str) -> Finding:
         framework = "torch" if program == TORCHRUN else program
         return Finding(title, OK, f"allreduce of {framework} over {sums[0]} is correct")
     what = f"timed out after {LAUNCH_SECONDS:g} s" if status is None else _last_line(text)
-    return Finding(
-        title, FAIL, what, f"for the full output, run {' '.join(command)} python -c '...'"
-    )
+    advice = f"for the full output, run {' '.join(command)} python -c '...'"
+    return Finding(title, FAIL, what, advice)
 
 
 # --- the report ----------------------------------------------------------------------------

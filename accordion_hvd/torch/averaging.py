@@ -54,9 +54,8 @@ def wrap(
         RuntimeError: if wait-avoiding averaging was requested and is not possible in this job, or
             if the ranks have different settings.
     """
-    wrapped = new_instance(
-        type(optimizer), vars(optimizer), Controls, ModelControls, _ModelAveraging
-    )
+    parts = (Controls, ModelControls, _ModelAveraging)
+    wrapped = new_instance(type(optimizer), vars(optimizer), *parts)
     wrapped._inner = weakref.ref(optimizer)
     wrapped._averager = wrapped._models = averager(method, named, process_set, guard)
     wrapped._members = members(wrapped)

@@ -259,9 +259,8 @@ class CompressedOptimizer(_Distributed, torch.optim.Optimizer):
         """
         torch.optim.Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]
-        dataclasses.replace(
-            cast(Any, self.rule), **{name: group[name] for name in self.rule.group_settings}
-        )
+        settings = {name: group[name] for name in self.rule.group_settings}
+        dataclasses.replace(cast(Any, self.rule), **settings)
         for name in ("lr", "weight_decay"):
             check.at_least(self, name, float(group[name]), least=0)
         if "_averager" not in vars(self):

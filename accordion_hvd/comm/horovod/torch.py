@@ -26,9 +26,8 @@ class HorovodCommunicator(Communicator):
         self.members = Members(process_set)
         self.rank, self.size, self.xp = self.members.rank, self.members.size, xp
         self.extensible = addable()
-        self.native_fp16_allreduce = (
-            True if hvd.nccl_built() and torch.cuda.is_available() else None
-        )
+        nccl = hvd.nccl_built() and torch.cuda.is_available()
+        self.native_fp16_allreduce = True if nccl else None
         self.scratch = {}
         timeouts.register()
         # Over MPI, Horovod's calls may wait and hold Python's lock meanwhile.

@@ -156,8 +156,7 @@ class Watch:
     def _look(self) -> None:
         seen, now = {}, time.monotonic()
         for rank in self._others:
-            known = self._store.check([str(rank)])
-            entry = self._store.get(str(rank)).decode() if known else "0 0"
+            entry = self._read(str(rank)) or "0 0"
             before = self._seen.get(rank, ("", now))
             seen[rank] = before if before[0] == entry else (entry, now)
         self._seen = seen  # as a whole, because another thread reads it

@@ -238,9 +238,7 @@ class Ledger:
         record = {"step": exchange.steps, "steps": steps, "at": now, **row, "groups": groups}
         self.recent.append(record)
         if exchange.communicator.rank == 0:
-            self.sinks = tuple(
-                sink for sink in self.sinks if self._spare(_name(sink), sink, record)
-            )
+            self.sinks = tuple(x for x in self.sinks if self._spare(_name(x), x, record))
 
     # -------------------------------------------------------------------------- between steps
     def event(self, kind: str, step: int, **facts: Any) -> None:

@@ -131,9 +131,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def _average(self) -> None:
         optimizer = self.model.optimizer
-        if self.average == "nothing" or not (
-            is_distributed(optimizer) and optimizer.averaging_models
-        ):
+        averages = is_distributed(optimizer) and optimizer.averaging_models
+        if self.average == "nothing" or not averages:
             return
         steps = optimizer.averaging.total_steps
         if self._averaged != steps:  # else a validation has averaged already
