@@ -90,16 +90,13 @@ def plan(
             cluster, name = table.measured(engine)
         else:
             bandwidth = rate / 8 * GOODPUT
-            cluster = Cluster(hosts, per_host, bandwidth, rtt, _cores(cores))
+            cores = float(os.cpu_count() or 1) if cores is None else cores
+            cluster = Cluster(hosts, per_host, bandwidth, rtt, cores)
             name = engine or ""
         chosen = list(configurations) or table.configurations(cluster.ranks)
         _plan(chosen, model, cluster, compute, name, price, path)
     except ValueError as error:
         raise Misuse(str(error)) from None
-
-
-def _cores(number: float | None) -> float:
-    return float(os.cpu_count() or 1) if number is None else number
 
 
 def _plan(

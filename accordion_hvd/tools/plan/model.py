@@ -138,20 +138,14 @@ def _torch(model: Any, step: Callable[[], Any] | None, compute: float | None) ->
             hook.remove()
         named = [(name, x) for name, x in named if x.grad is not None]
     order, backward = _readiness([name for name, _ in named], times, seconds)
-    by_name = dict(named)
-    infos = [
-        TensorInfo(name, tuple(by_name[name].shape), _dtype(by_name[name])) for name, _ in order
-    ]
+    by_name, xp = dict(named), backend("torch")
+    ordered = [(name, by_name[name]) for name, _ in order]
+    infos = [TensorInfo(name, tuple(x.shape), xp.dtype(x)) for name, x in ordered]
     values = [
-        by_name[name].grad.detach().clone()
-        if by_name[name].grad is not None
-        else torch.randn_like(by_name[name])
-        for name, _ in order
+        torch.randn_like(x) if x.grad is None else x.grad.detach().clone() for _, x in ordered
     ]
     gradients = Gradients(tuple(infos), tuple(part for _, part in order))
-    return Model(
-        gradients, values, backend("torch"), compute or seconds, backward, True, synchronize
-    )
+    return Model(gradients, values, xp, compute or seconds, backward, True, synchronize)
 
 
 def _readiness(
@@ -190,10 +184,8 @@ def _keras(model: Any, step: Callable[[], Any] | None, compute: float | None) ->
         for number, x in enumerate(variables)
     ]
     seconds = 0.0 if step is None else _seconds(step, _nothing)
-    ready = tuple(1.0 for _ in infos)
-    return Model(
-        Gradients(tuple(infos), ready), values, xp, compute or seconds, BACKWARD, overlap=False
-    )
+    gradients = Gradients(tuple(infos), tuple(1.0 for _ in infos))
+    return Model(gradients, values, xp, compute or seconds, BACKWARD, overlap=False)
 
 
 def _seconds(step: Callable[[], Any], synchronize: Callable[[], None]) -> float:
@@ -262,10 +254,6 @@ def _set_threads(threads: int) -> None:
         import torch
 
         torch.set_num_threads(threads)
-
-
-def _dtype(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _nothing() -> None:
