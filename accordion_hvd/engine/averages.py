@@ -16,7 +16,7 @@ from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.comm.mpi import MPINeighbours
 from accordion_hvd.core.base import Allreduce, Alltoall, ExchangeGenerator, Info, State, Tensor
 from accordion_hvd.core.running import RequestGenerator, intercept
-from accordion_hvd.engine.layout import TensorInfo
+from accordion_hvd.engine.layout import TensorInfo, in_numbers
 from accordion_hvd.engine.wait_avoiding import WaitAvoiding, why_not
 from accordion_hvd.ops import namespace
 
@@ -106,11 +106,7 @@ class Averages:
         return [{k: to_numpy(x).copy() for k, x in state.items()} for state in self._states]
 
     def reports(self) -> list[dict[str, float]]:
-        reports = [self.method.report(state) for state in self._states]
-        return [
-            {key: float(self.xp.to_numpy(x).reshape(-1)[0]) for key, x in report.items()}
-            for report in reports
-        ]
+        return [in_numbers(self.method.report(state)) for state in self._states]
 
     def _begin(self, models: list[Tensor], steps: int, saved: Mapping[str, Any]) -> None:
         self._states = [

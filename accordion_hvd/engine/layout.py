@@ -25,7 +25,7 @@ from typing import Any
 from accordion_hvd.check import first_match, matches
 from accordion_hvd.core.base import Compressor, Info, Scope, State, Tensor, narrowed, widened
 from accordion_hvd.engine.saved_state import SavedState
-from accordion_hvd.ops import on_cpu, random
+from accordion_hvd.ops import namespace, on_cpu, random
 from accordion_hvd.ops.spec import ITEMSIZE, Spec
 from accordion_hvd.optimizers.base import UpdateRule, needs_weights
 from accordion_hvd.policies.evidence import SKETCHED, Evidence
@@ -382,15 +382,13 @@ def span(entries: Sequence[BucketState], counted: int) -> int:
 
 def reports(entries: Sequence[BucketState]) -> dict[str, dict[str, float]]:
     """Return the reports of the compressors (`Compressor.report`) by bucket, without empty ones."""
-    found = {entry.bucket.name: entry.compressor.report(entry.state or {}) for entry in entries}
-    return {
-        entry.bucket.name: {
-            key: float(entry.spec.xp.to_numpy(x).reshape(-1)[0])
-            for key, x in found[entry.bucket.name].items()
-        }
-        for entry in entries
-        if found[entry.bucket.name]
-    }
+    found = {x.bucket.name: in_numbers(x.compressor.report(x.state or {})) for x in entries}
+    return {name: report for name, report in found.items() if report}
+
+
+def in_numbers(report: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return a compressor's report with numbers in place of its scalar tensors."""
+    return {key: float(namespace(x).to_numpy(x).reshape(-1)[0]) for key, x in report.items()}
 
 
 # ---------------------------------------------------------------------------------------- batches

@@ -21,7 +21,7 @@ from accordion_hvd.comm.agreement import largest
 from accordion_hvd.comm.fp16_reduction import choose_reduction
 from accordion_hvd.core.base import Compressor, Tensor
 from accordion_hvd.engine.exchange import Exchange
-from accordion_hvd.engine.layout import Layout, fingerprint
+from accordion_hvd.engine.layout import fingerprint
 from accordion_hvd.engine.ledger import Ledger, as_ledger
 from accordion_hvd.engine.ledger.samples import measurable
 from accordion_hvd.engine.ledger.summary import OWN
@@ -219,10 +219,10 @@ def in_steps(side: Exchange) -> Pass:
     def run(grads: list[Tensor], ready: Mapping[int, float]) -> None:
         step, xp = side.open(), side.xp
         due = time.perf_counter()  # of the first gradient, later by what delays the backward pass
-        for index in _order(step.layout, ready):
+        latest = [max([ready.get(m, 0.0) for m in x.members]) for x in step.layout.batches]
+        for index in sorted(range(len(latest)), key=latest.__getitem__):
             batch = step.layout.batches[index]
-            latest = max([ready.get(m, 0.0) for m in batch.members])
-            while (now := time.perf_counter()) < due + latest:
+            while (now := time.perf_counter()) < due + latest[index]:
                 pass  # a backward pass keeps the core busy, too
             side.start(index, batch.pack([grads[m] for m in batch.members], keep=True))
             due += time.perf_counter() - now
@@ -233,8 +233,3 @@ def in_steps(side: Exchange) -> Pass:
         xp.to_numpy(xp.reshape(means[0], (-1,))[:1])  # wait for an accelerator
 
     return run
-
-
-def _order(layout: Layout, ready: Mapping[int, float]) -> list[int]:
-    latest = [max([ready.get(m, 0.0) for m in batch.members]) for batch in layout.batches]
-    return sorted(range(len(latest)), key=latest.__getitem__)
