@@ -11,6 +11,7 @@ from accordion_hvd.comm import timeouts
 from accordion_hvd.comm.horovod import engine, process_sets
 from accordion_hvd.comm.horovod.tensorflow import HorovodCommunicator, hvd
 from accordion_hvd.core.base import Broadcast, ExchangeGenerator
+from accordion_hvd.engine.layout import make_groups
 from accordion_hvd.tensorflow.variables import plain
 
 _CHUNK = 64 << 20  # largest number of bytes per broadcast of several variables
@@ -51,8 +52,9 @@ def broadcast_variables(
         return
     communicator = HorovodCommunicator(process_set)
     root = process_set.ranks.index(root_rank) if process_set.ranks else root_rank
-    for number, chunk in enumerate(_chunks(inner)):
-        name = f"accordion.broadcast.{number}"
+    sizes = [variable.dtype.size * (variable.shape.num_elements() or 1) for variable in inner]
+    for number, positions in enumerate(make_groups(sizes, _CHUNK)):
+        name, chunk = f"accordion.broadcast.{number}", [inner[i] for i in positions]
         values = communicator.run(name, _broadcast([_bits(v) for v in chunk], root))
         for variable, value in zip(chunk, values, strict=True):
             variable.assign(tf.cast(value, tf.bool) if variable.dtype == tf.bool else value)
@@ -80,16 +82,3 @@ def _broadcast(tensors: list[Any], root: int) -> ExchangeGenerator:
 def _bits(variable: Any) -> Any:
     value = tf.convert_to_tensor(variable)
     return tf.cast(value, tf.uint8) if value.dtype == tf.bool else value
-
-
-def _chunks(variables: list[Any]) -> list[list[Any]]:
-    chunks: list[list[Any]] = [[]]
-    filled = 0
-    for variable in variables:
-        size = variable.dtype.size * (variable.shape.num_elements() or 1)
-        if chunks[-1] and filled + size > _CHUNK:
-            chunks.append([])
-            filled = 0
-        chunks[-1].append(variable)
-        filled += size
-    return chunks

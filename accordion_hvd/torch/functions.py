@@ -100,7 +100,9 @@ def broadcast_optimizer_state(
     tensors: list[torch.Tensor] = []
     state_dict = optimizer.state_dict()
     if not state_dict["state"]:  # scripts written for Horovod rely on gradients that are zeros then
-        _fill_gradients(optimizer)
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
     # Objects travel pickled, tensors in broadcasts of their own.
     outline = _outline(state_dict, tensors)
     outline = hvd.broadcast_object(outline, root_rank, name="accordion.optimizer_state")
@@ -110,13 +112,6 @@ def broadcast_optimizer_state(
         optimizer.load_state_dict(state)
     elif hasattr(optimizer, "doubt"):
         optimizer.doubt()  # the other ranks loaded this rank's state, so ranks must agree again
-
-
-def _fill_gradients(optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
 
 
 class _Placeholder:
