@@ -352,9 +352,8 @@ class Gate:
         def pays(name: str, number: int) -> bool:
             """Return whether a step with the fallback makes more progress per second."""
             longer = price * (costs[name].with_fallback(fallback) - costs[name].sent)
-            return longer - costs[name].seconds < step * (
-                self.efficiency({name: number}) / progress - 1
-            )
+            gain = self.efficiency({name: number}) / progress - 1
+            return longer - costs[name].seconds < step * gain
 
         assigned = trials.assigned[fallback]
         return {name: number for name, number in assigned.items() if pays(name, number)}

@@ -194,9 +194,7 @@ class TensorFlowExchange(Exchange):
         levels = (entry.level, None)
         for key in [k for k in self._variables if k[0] == index and k[1] not in levels]:
             del self._variables[key]  # variables of another level
-        entry.stored = {
-            k: self._as_variable((index, entry.level, k), value) for k, value in stored.items()
-        }
+        entry.stored = {k: self._as_variable((index, entry.level, k), x) for k, x in stored.items()}
         entry.evidence = {
             k: self._as_variable((index, None, k), value) for k, value in entry.evidence.items()
         }

@@ -45,24 +45,18 @@ class HorovodCommunicator(Communicator):
         timeouts.watch(hvd.rank(), lambda: began() if _executes() else 0.0)
 
     def allreduce(self, name: str, tensors: list[Tensor], op: str, group: Group) -> Any:
+        key = ("allreduce", name, op, group)
         options = self._options(name, group) | {"op": _OPS[op]}
-        return self._call(
-            ("allreduce", name, op, group),
-            lambda *parts: hvd.grouped_allreduce(list(parts), **options),
-            tensors,
-        )
+        return self._call(key, lambda *parts: hvd.grouped_allreduce([*parts], **options), tensors)
 
     def allgather(self, name: str, tensor: Tensor, group: Group, lengths: Sizes = None) -> Any:
-        options = self._options(name, group)
-        return self._call(
-            ("allgather", name, group), lambda part: hvd.allgather(part, **options), [tensor]
-        )
+        key, options = ("allgather", name, group), self._options(name, group)
+        return self._call(key, lambda part: hvd.allgather(part, **options), [tensor])
 
     def broadcast(self, name: str, tensor: Tensor, root: int, group: Group) -> Any:
+        key = ("broadcast", name, root, group)
         options = self._options(name, group) | {"root_rank": self.members.globally(root)}
-        return self._call(
-            ("broadcast", name, root, group), lambda part: hvd.broadcast(part, **options), [tensor]
-        )
+        return self._call(key, lambda part: hvd.broadcast(part, **options), [tensor])
 
     def alltoall(self, name: str, tensor: Tensor, group: Group, splits: Sizes = None) -> Any:
         options = self._options(name, group)
@@ -74,9 +68,8 @@ class HorovodCommunicator(Communicator):
             )
             # In a graph, the counts are unknown while it is traced.
             return received, counts.numpy().tolist() if tf.executing_eagerly() else counts
-        return self._call(
-            ("alltoall", name, group), lambda part: hvd.alltoall(part, **options), [tensor]
-        )
+        key = ("alltoall", name, group)
+        return self._call(key, lambda part: hvd.alltoall(part, **options), [tensor])
 
     def register(self, groups: Sequence[tuple[int, ...]]) -> None:
         self.members.register(groups, self.extensible)

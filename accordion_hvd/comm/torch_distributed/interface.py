@@ -353,9 +353,8 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Any = 
     size = torch.tensor([sent.numel()], device=tensor.device)
     lengths = communicator.wait(communicator.allgather("sizes", size, None)).tolist()
     handle = communicator.allgather("gather", sent, None, lengths)
-    return _start(
-        communicator, handle, lambda flat: flat.view(tensor.dtype).view(-1, *tensor.shape[1:])
-    )
+    shape = (-1, *tensor.shape[1:])
+    return _start(communicator, handle, lambda flat: flat.view(tensor.dtype).view(shape))
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: Any = None) -> Tensor:
