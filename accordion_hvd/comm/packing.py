@@ -51,7 +51,12 @@ def together(
 def program(
     communicator: Collectives, traffic: Traffic, name: str, kind: MessageKind, requests: list[Any]
 ) -> Collecting:
-    return _PROGRAMS[kind[0]](communicator, traffic, name, requests)
+    """Return the program of a message kind; it adds the bytes of the requests to `traffic`."""
+    if kind[0] in _COUNTING:
+        return _COUNTING[kind[0]](communicator, traffic, name, requests)
+    if kind[0] != "single":
+        count(communicator, traffic, requests)
+    return _PROGRAMS[kind[0]](communicator, name, requests)
 
 
 def key(communicator: Collectives, request: Request) -> MessageKind:
@@ -103,17 +108,12 @@ def count(
     traffic.add(cost)
 
 
-def _single(
-    communicator: Collectives, traffic: Traffic, name: str, requests: list[Allreduce]
-) -> Collecting:
+def _single(communicator: Collectives, name: str, requests: list[Allreduce]) -> Collecting:
     return [request.tensor for request in requests]
     yield  # which makes it a generator
 
 
-def _reduce(
-    communicator: Collectives, traffic: Traffic, name: str, requests: list[Allreduce]
-) -> Collecting:
-    count(communicator, traffic, requests)
+def _reduce(communicator: Collectives, name: str, requests: list[Allreduce]) -> Collecting:
     xp = communicator.xp
     tensors = [request.tensor for request in requests]
     sizes = [_elements(xp, x) for x in tensors]
@@ -137,11 +137,8 @@ def _reduce(
     return results
 
 
-def _reduce_wire(
-    communicator: Collectives, traffic: Traffic, name: str, requests: list[Allreduce]
-) -> Collecting:
+def _reduce_wire(communicator: Collectives, name: str, requests: list[Allreduce]) -> Collecting:
     """Average 16-bit floats in one buffer, by the engine's own allreduce."""
-    count(communicator, traffic, requests)
     xp = communicator.xp
     wire = requests[0].wire or xp.dtype(requests[0].tensor)
     length = sum(_elements(xp, request.tensor) for request in requests)
@@ -150,15 +147,12 @@ def _reduce_wire(
     return xp.from_wire(xp.to_bytes(mean), wire, _places(xp, requests))
 
 
-def _reduce_half(
-    communicator: Collectives, traffic: Traffic, name: str, requests: list[Allreduce]
-) -> Collecting:
+def _reduce_half(communicator: Collectives, name: str, requests: list[Allreduce]) -> Collecting:
     """Average 16-bit floats by an alltoall of parts, a mean of each part in fp32, an allgather.
 
     This sends as many bytes as a ring allreduce, and is exact. The engine's own addition is
     missing for bf16, and scalar and slow for fp16 over Gloo. Parts are added in rank order.
     """
-    count(communicator, traffic, requests)
     xp, group = communicator.xp, requests[0].group
     ranks = communicator.ranks(group)
     wire = requests[0].wire or xp.dtype(requests[0].tensor)
@@ -174,14 +168,11 @@ def _reduce_half(
     return xp.from_wire(flat, wire, _places(xp, requests))
 
 
-def _reduce_small(
-    communicator: Collectives, traffic: Traffic, name: str, requests: list[Allreduce]
-) -> Collecting:
+def _reduce_small(communicator: Collectives, name: str, requests: list[Allreduce]) -> Collecting:
     """Add 8-bit and 16-bit integers, which wrap around, by an alltoall of parts and an allgather.
 
     This sends as many bytes as a ring allreduce.
     """
-    count(communicator, traffic, requests)
     xp, group = communicator.xp, requests[0].group
     ranks, kind = communicator.ranks(group), xp.dtype(requests[0].tensor)
     sizes = [_elements(xp, request.tensor) for request in requests]
@@ -199,10 +190,7 @@ def _reduce_small(
     return [xp.reshape(piece, xp.shape(request.tensor)) for piece, request in shaped]
 
 
-def _gather(
-    communicator: Collectives, traffic: Traffic, name: str, requests: list[Allgather]
-) -> Collecting:
-    count(communicator, traffic, requests)
+def _gather(communicator: Collectives, name: str, requests: list[Allgather]) -> Collecting:
     xp, group = communicator.xp, requests[0].group
     ranks = communicator.ranks(group)
     sent, sizes = _as_bytes(xp, requests)
@@ -266,10 +254,7 @@ def _by_request(
     ]
 
 
-def _broadcast(
-    communicator: Collectives, traffic: Traffic, name: str, requests: list[Broadcast]
-) -> Collecting:
-    count(communicator, traffic, requests)
+def _broadcast(communicator: Collectives, name: str, requests: list[Broadcast]) -> Collecting:
     xp, first = communicator.xp, requests[0]
     sent, sizes = _as_bytes(xp, requests)
     flat = yield communicator.broadcast(name, sent, first.root, first.group)
@@ -278,10 +263,7 @@ def _broadcast(
     return [_like(xp, request, piece) for request, piece in pieces]
 
 
-def _alltoall(
-    communicator: Collectives, traffic: Traffic, name: str, requests: list[Alltoall]
-) -> Collecting:
-    count(communicator, traffic, requests)
+def _alltoall(communicator: Collectives, name: str, requests: list[Alltoall]) -> Collecting:
     xp, group = communicator.xp, requests[0].group
     if len(requests) == 1:  # without copies, since a single request may be large
         sent = xp.to_bytes(requests[0].tensor)
@@ -331,10 +313,7 @@ def _alltoall_splits(
     return results
 
 
-def _neighbours(
-    communicator: Collectives, traffic: Traffic, name: str, requests: list[Neighbours]
-) -> Collecting:
-    count(communicator, traffic, requests)
+def _neighbours(communicator: Collectives, name: str, requests: list[Neighbours]) -> Collecting:
     xp, first = communicator.xp, requests[0]
     packed, sizes = _as_bytes(xp, requests)
     # Not all engines have collectives of neighbours: an alltoall sends nothing to others.
@@ -355,12 +334,12 @@ _PROGRAMS: dict[str, Callable[..., Collecting]] = {
     "half": _reduce_half,
     "small": _reduce_small,
     "gather": _gather,
-    "uneven": _gather_uneven,
     "broadcast": _broadcast,
     "alltoall": _alltoall,
-    "splits": _alltoall_splits,
     "neighbours": _neighbours,
 }
+_COUNTING = {"uneven": _gather_uneven, "splits": _alltoall_splits}
+"""Programs that learn only on the way how many bytes the ranks send, and count them there."""
 
 
 def _elements(xp: ModuleType, tensor: Tensor) -> int:
