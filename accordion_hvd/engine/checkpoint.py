@@ -84,13 +84,14 @@ class Keeper(abc.ABC):
 
 
 def register(owner: Any) -> None:
-    """Register `owner.exchange` to be saved and restored while `owner` is alive.
+    """Register `owner.exchange` to be saved and restored while `owner` is alive, if it is not yet.
 
     Before the exchange is restored, `owner.expect(names)` is called with the names of the tensors
     of the saved exchange, because the exchange may not exist before the first step. It returns a
     function that undoes the call, or None if there is nothing to undo.
     """
-    _live.append(weakref.ref(owner))
+    if all(known is not owner for known in owners()):
+        _live.append(weakref.ref(owner))
 
 
 def owners() -> list[Any]:

@@ -99,7 +99,6 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         self._functions: dict[bool, Any] = {}  # by whether gradients may be absent
         self._traced_version = -1
         self._traceable = True
-        self._enlisted = False
         self.train_function: Any = None
         self._private = policy.observers.any("private")
         super().__init__(
@@ -110,12 +109,6 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------ variables
-    def enlist(self) -> None:
-        """Register for `save_state`, once there are variables."""
-        if not self._enlisted:
-            checkpoint.register(self)
-        self._enlisted = True
-
     def take_in(self, variables: Sequence[Any]) -> None:
         """Exchange the gradients of these variables, too; all ranks call it before one step."""
         known = set(map(key_of, self.variables()))
@@ -131,7 +124,7 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         return connect(self.process_set, HorovodCommunicator, xp)
 
     def make_exchange(self, tensors: Sequence[TensorInfo]) -> TensorFlowExchange:
-        self.enlist()
+        checkpoint.register(self)  # not before there are variables
         exchange = TensorFlowExchange(
             self.communicator, self.policy, tensors, skip=self.skip, name=self.name,
             ledger=self.ledger, residual_dtype=self.residual_dtype,

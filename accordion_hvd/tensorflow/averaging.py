@@ -12,7 +12,6 @@ from accordion_hvd.comm.communicator import Communicator
 from accordion_hvd.comm.horovod.tensorflow import HorovodCommunicator
 from accordion_hvd.comm.local import connect
 from accordion_hvd.core.base import Tensor
-from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.averages import ModelParameters
 from accordion_hvd.engine.guard import Guard
 from accordion_hvd.engine.layout import TensorInfo
@@ -92,12 +91,6 @@ class TensorFlowModelAverager(ModelAverager):
         averaged = Variables(lambda: [v for v in variables() if key_of(v) not in self.local])
         super().__init__(method, averaged, _connect, guard, process_set, alternation)
         self._begun: tf.Variable | None = None  # whether graphs have called `prepare`
-        self._enlisted = False
-
-    def enlist(self) -> None:
-        if not self._enlisted:
-            checkpoint.register(self)
-        self._enlisted = True
 
     def leave_alone(self, variable: Any) -> None:
         """Do not average this variable.

@@ -17,6 +17,7 @@ from accordion_hvd.averaging.base import Averaging
 from accordion_hvd.comm.communicator import ProcessSet
 from accordion_hvd.comm.horovod.tensorflow import hvd
 from accordion_hvd.core.base import ResidualDtype
+from accordion_hvd.engine import checkpoint
 from accordion_hvd.engine.controls import Controls, ModelControls
 from accordion_hvd.engine.guard import Guard, Mode
 from accordion_hvd.engine.ledger import LedgerOption, as_ledger
@@ -389,9 +390,9 @@ class _Distributed(Controls):
         # Keras builds before it traces a graph, so that this can still turn off XLA.
         validation.check_keras_caller(self)
         super().build(variables)  # type: ignore[misc]
-        self._averager.enlist()
+        checkpoint.register(self._averager)
         if self._models is not None:
-            self._models.enlist()
+            checkpoint.register(self._models)
 
     @tf.autograph.experimental.do_not_convert
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
