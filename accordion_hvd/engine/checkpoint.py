@@ -506,11 +506,8 @@ def _restoring(folder: Path, manifest: dict[str, Any], chosen: Sequence[Any]) ->
 
 
 def _report_rescaling(exchange: Exchange, ranks: int) -> None:
-    rules = {
-        entry.compressor
-        for entry in exchange.bucket_states
-        if isinstance(entry.compressor, UpdateRule)
-    }
+    serving = [entry.compressor for entry in exchange.bucket_states]
+    rules = {compressor for compressor in serving if isinstance(compressor, UpdateRule)}
     kinds = {type(rule).__name__: rule.rescale_note for rule in rules if rule.per_rank_state}
     size = exchange.communicator.size
     for name, text in sorted(kinds.items()):

@@ -531,14 +531,9 @@ class Exchange:
             - "privacy": privacy spent so far (`PrivacyBudget.stats`), if there is a budget.
             - "batch_size": number of examples of all ranks in a step, if the policy controls it.
         """
-        counts = self.accounts.stats(self.communicator.size)
-        result = {
-            "steps": self.steps,
-            **counts,
-            "reports": reports(self.bucket_states),
-            "privacy": {},
-        }
-        return result | self.policy.observers.stats()
+        counts = {"steps": self.steps} | self.accounts.stats(self.communicator.size)
+        own = {"reports": reports(self.bucket_states), "privacy": {}}
+        return counts | own | self.policy.observers.stats()
 
     def levels(self) -> dict[str, str]:
         """Return the compressor that serves each bucket now, by bucket name."""

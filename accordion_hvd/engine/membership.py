@@ -149,12 +149,8 @@ def regroup(exchange: Exchange, own: Part | None, group: Regrouping, gather: Gat
 
 
 def residual_norm(saved: Sequence[SavedState]) -> float:
-    squares = [
-        float(np.sum(np.square(np.asarray(value, np.float64))))
-        for state in saved
-        for value in state.residuals()
-    ]
-    return float(np.sqrt(sum(squares)))
+    values = (np.asarray(value, np.float64) for state in saved for value in state.residuals())
+    return float(np.sqrt(sum(np.sum(np.square(value)) for value in values)))
 
 
 def _in_old_places(

@@ -359,11 +359,8 @@ class ModelAverager(checkpoint.Keeper):
                 f"after step {self.steps} of {self.method!r} the models of the ranks differ; call "
                 "optimizer.average_now() before"
             )
-        return {
-            f"{i}/{key}": value
-            for i, state in enumerate(self.state()["states"])
-            for key, value in state.items()
-        }
+        states = enumerate(self.state()["states"])
+        return {f"{i}/{key}": value for i, state in states for key, value in state.items()}
 
     def restoring(
         self, row: dict[str, Any], load: checkpoint.Loader, ranks: int

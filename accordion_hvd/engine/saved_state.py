@@ -157,17 +157,11 @@ def rescale_from_one(
     saved: SavedState, levels: Sequence[Compressor], spec: Spec, info: Info
 ) -> SavedState:
     """Return a rank's state, made from another rank's state (`Compressor.rescale_from_one`)."""
-    states = {
-        number: levels[number].rescale_from_one(saved.states[number], spec, info)
-        for number in _retained(saved, levels)
-    }
+    kept = {number: saved.states[number] for number in _retained(saved, levels)}
+    states = {n: levels[n].rescale_from_one(state, spec, info) for n, state in kept.items()}
     return replace(saved, states=states)
 
 
 def _retained(saved: SavedState, levels: Sequence[Compressor]) -> list[int]:
     # Inactive stages of an `UpdateRule` are not retained.
-    return [
-        number
-        for number in saved.states
-        if number == saved.level or not isinstance(levels[number], UpdateRule)
-    ]
+    return [n for n in saved.states if n == saved.level or not isinstance(levels[n], UpdateRule)]

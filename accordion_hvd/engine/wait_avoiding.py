@@ -520,18 +520,13 @@ class WaitAvoiding:
     def _add_up(self, round_: GroupRound, model: Pooled, total: Pooled) -> None:
         from mpi4py import MPI
 
-        place = round_.members.index(self.rank)
+        comm, members = self._comm, round_.members
+        place = members.index(self.rank)
         parts = zip(model.vectors, total.vectors, self._scratch, strict=True)
         for mine, into, scratch in list(parts)[: None if round_.all_ranks else -1]:
             for messages in group_protocol.total(mine, into, scratch, place, len(round_.members)):
-                requests = [
-                    self._comm.Irecv(part, round_.members[peer], _DATA)
-                    for peer, part in messages.receive
-                ]
-                requests += [
-                    self._comm.Isend(part, round_.members[peer], _DATA)
-                    for peer, part in messages.send
-                ]
+                requests = [comm.Irecv(x, members[peer], _DATA) for peer, x in messages.receive]
+                requests += [comm.Isend(x, members[peer], _DATA) for peer, x in messages.send]
                 self._finish(round_, partial(MPI.Request.Testall, requests))
                 self.sent += sum(part.nbytes for _, part in messages.send)
 

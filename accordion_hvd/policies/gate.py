@@ -712,11 +712,9 @@ def startup(exchange: Exchange) -> int:
     levels, left = wanted(exchange), [0]
     for entry in _compressed(exchange):
         level = levels[entry.bucket.name]
-        served = (
-            exchange.counted - entry.served_from
-            if entry.level == level
-            else entry.served_by_level.get(level, 0)
-        )
+        served = entry.served_by_level.get(level, 0)
+        if entry.level == level:
+            served = exchange.counted - entry.served_from
         left.append(entry.levels[level].startup_steps - served)
     return max(left)
 

@@ -281,10 +281,7 @@ class TensorFlowExchange(Exchange):
             pass
         self.close()
         self.starts = []  # these are times of the tracing
-        changed = [
-            (dict(entry.stored or {}), dict(entry.evidence), entry.carried)
-            for entry in self.bucket_states
-        ]
+        changed = [(dict(s.stored or {}), dict(s.evidence), s.carried) for s in self.bucket_states]
         means = self.means()
         if present is not None:
             means.append(tf.stack([self.absent.get(i, False) for i in range(len(self.tensors))]))

@@ -214,11 +214,9 @@ class Reducer(GradientAverager[Exchange]):
     def _tensor_infos(self, parameters: Sequence[torch.Tensor]) -> dict[Any, TensorInfo]:
         if self.settings is not None:
             self._number_groups()
-        group_of = self._group_of
+        names, group_of = self._names, self._group_of
         return {
-            p: TensorInfo(
-                self._names[p], tuple(p.shape), xp.dtype(p), str(p.device), group_of.get(p, "")
-            )
+            p: TensorInfo(names[p], tuple(p.shape), xp.dtype(p), str(p.device), group_of.get(p, ""))
             for p in parameters
         }
 
@@ -523,13 +521,9 @@ class Reducer(GradientAverager[Exchange]):
         parts = self.communicator.run(name, _gather_sparse(grads))
         factor = (1.0 if self.total else 1.0 / self.communicator.size) / self.batches
         for parameter, indices, values in zip(self.sparse, *parts, strict=True):
-            mean = torch.sparse_coo_tensor(
-                torch.cat([i.t() for i in indices], 1),
-                torch.cat(values) * factor,
-                parameter.shape,
-                check_invariants=True,
-            )
-            parameter.grad = mean.coalesce()
+            index, mean = torch.cat([i.t() for i in indices], 1), torch.cat(values) * factor
+            grad = torch.sparse_coo_tensor(index, mean, parameter.shape, check_invariants=True)
+            parameter.grad = grad.coalesce()
 
     def _sparse_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         grad = parameter.grad

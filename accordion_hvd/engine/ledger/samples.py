@@ -120,10 +120,8 @@ class Samples:
 
     def as_dict(self) -> dict[str, Any]:
         columns = ("step", "norm", "residual", "error")
-        shadows = {
-            name: dict(zip(("norm", "error", "sent", "dense"), sums, strict=True))
-            for name, sums in self.shadow_rows.items()
-        }
+        sums = ("norm", "error", "sent", "dense")
+        shadows = {k: dict(zip(sums, row, strict=True)) for k, row in self.shadow_rows.items()}
         return {"columns": columns, "buckets": self.rows, "shadows": shadows}
 
     def _follow(
