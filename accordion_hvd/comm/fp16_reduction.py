@@ -47,8 +47,7 @@ def choose_reduction(communicator: Communicator, needed: bool, device: Any = Non
     known = communicator.native_fp16_allreduce is not None or communicator.size == 1
     if known or not needed:
         return
-    xp = communicator.xp
-    tensor = xp.zeros((PROBE,), "float32", device)
+    tensor = communicator.xp.zeros((PROBE,), "float32", device)
     fastest = communicator.run("accordion.fp16_reduction", _fastest(tensor, communicator))
     communicator.native_fp16_allreduce = fastest < slow(communicator.engine)
 

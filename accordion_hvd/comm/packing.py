@@ -196,8 +196,7 @@ def _gather(communicator: Collectives, name: str, requests: list[Allgather]) -> 
     sent, sizes = _as_bytes(xp, requests)
     flat = yield communicator.allgather(name, sent, group)
     _compare_sizes(xp, flat, sum(sizes) * ranks, name)
-    pieces = xp.split(flat, sizes * ranks)
-    return _by_request(xp, pieces, requests)
+    return _by_request(xp, xp.split(flat, sizes * ranks), requests)
 
 
 def _gather_uneven(

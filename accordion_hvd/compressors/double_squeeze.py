@@ -295,9 +295,8 @@ def _remains(
     xp, rests = namespace(rows), []
     for x, message in zip(_groups(codec, rows, cut), messages, strict=True):
         readers = codec.readers(xp.shape(x)) or (None,) * len(message)
-        parsed = [
-            y if read is None else read(y)[0] for y, read in zip(message, readers, strict=True)
-        ]
+        pairs = zip(message, readers, strict=True)
+        parsed = [part if read is None else read(part)[0] for part, read in pairs]
         rests.append(cut.vectors(codec, codec.remove(x, tuple(parsed), info)))
     return xp.reshape(_one(xp, rests), xp.shape(rows))
 

@@ -366,8 +366,7 @@ class SkewedSampler(Sampler):
             check.refuse(self, "guard", guard, "None if there is no budget")
         self.rule, self.most, self.warmup, self.guard = rule, most, warmup, guard
         self.reweight = reweight
-        owner = checked_owners(self, part, graph.nodes)
-        self.local = owner == rank
+        self.local = checked_owners(self, part, graph.nodes) == rank
         self._shares = self._node_shares() if self.by_node else None
 
     def _each(self, name: str, value: Any) -> list[float] | None:

@@ -211,8 +211,7 @@ def pad_last(x: Tensor, width: int) -> Tensor:
 
 
 def swap_leading(x: Tensor) -> Tensor:
-    order = [1, 0, *range(2, len(x.shape))]
-    return tf.transpose(x, order)
+    return tf.transpose(x, [1, 0, *range(2, len(x.shape))])
 
 
 @_compiled
@@ -425,25 +424,17 @@ def raise_on_invalid(x: Any, doubts: Tensor, senders: Sequence[Any]) -> Any:
 def sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
     x, rows = tf.cast(x, tf.float32), shape(codes)[0]
     if "GPU" in x.device:
-        return _sketch(x, codes, columns)
+        moved = [count_sketch.moved(x, row, columns) for row in tf.unstack(codes)]
+        return tf.stack([tf.reduce_sum(row, 0) for row in moved])
     return _on_host(oracle.sketch, [x, codes, columns], tf.float32, (rows, columns))
-
-
-def _sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
-    moved = [count_sketch.moved(x, row, columns) for row in tf.unstack(codes)]
-    return tf.stack([tf.reduce_sum(row, 0) for row in moved])
 
 
 def unsketch(table: Tensor, codes: Tensor, like: Tensor) -> Tensor:
     if "GPU" in table.device:
-        return _unsketch(table, codes, like)
+        pairs = zip(tf.unstack(table), tf.unstack(codes), strict=True)
+        estimates = tf.stack([count_sketch.found(*pair, _size(like)) for pair in pairs])
+        return tf.sort(estimates, 0)[shape(table)[0] // 2]
     return _on_host(oracle.unsketch, [table, codes, _scratch(like)], tf.float32, shape(like))
-
-
-def _unsketch(table: Tensor, codes: Tensor, like: Tensor) -> Tensor:
-    pairs = zip(tf.unstack(table), tf.unstack(codes), strict=True)
-    estimates = tf.stack([count_sketch.found(*pair, _size(like)) for pair in pairs])
-    return tf.sort(estimates, 0)[shape(table)[0] // 2]
 
 
 def argsort(x: Tensor) -> Tensor:

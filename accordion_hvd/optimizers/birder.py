@@ -343,10 +343,8 @@ class Draw:
         The sum is exact for fewer than 2^24 parts with one bit, and 2^12 with two.
         """
         steps = [2.0] if self.inner == 1 else [1 + self.inner, 1 - self.inner]
-        device = xp.device(like)
-        factors = [
-            xp.full((1,), steps[i % len(steps)], "float32", device) for i in range(len(parts))
-        ]
+        count, device = len(steps), xp.device(like)
+        factors = [xp.full((1,), steps[i % count], "float32", device) for i in range(len(parts))]
         return xp.sum_quantized(parts, factors, math.prod(xp.shape(like)), 1, 0.5, like)
 
     def mean(self, xp: ModuleType, rows: Tensor, dtype: str) -> Tensor:

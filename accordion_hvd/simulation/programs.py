@@ -386,8 +386,7 @@ def record_batch(exchange: Exchange, entries: Sequence[BucketState], stacked: st
         fresh = [BucketState(x.bucket, x.levels, x.spec, x.level) for x in entries]
         batch = Batch(fresh, stacked, xp, ())
         batch.open(info, ())
-        tensors = [gradient_like(entry) for entry in fresh]
-        grad = batch.combine(tensors)
+        grad = batch.combine([gradient_like(entry) for entry in fresh])
         if first.needs_weights:
             info = replace(info, parameter=grad)
         return first.compressor.exchange(xp.copy(grad), batch.state, info)

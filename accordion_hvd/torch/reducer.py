@@ -517,8 +517,7 @@ class Reducer(GradientAverager[Exchange]):
     # ----------------------------------------------------------------------------- sparse gradients
     def _exchange_sparse(self) -> None:
         grads = [self._sparse_gradient(p) for p in self.sparse]
-        name = f"{self.name}.sparse"
-        parts = self.communicator.run(name, _gather_sparse(grads))
+        parts = self.communicator.run(f"{self.name}.sparse", _gather_sparse(grads))
         factor = (1.0 if self.total else 1.0 / self.communicator.size) / self.batches
         for parameter, indices, values in zip(self.sparse, *parts, strict=True):
             index, mean = torch.cat([i.t() for i in indices], 1), torch.cat(values) * factor
