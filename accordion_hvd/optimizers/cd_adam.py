@@ -297,11 +297,6 @@ class CDAdam(ExactCDAdam):
         delta = xp.reshape(delta, xp.shape(state["m"]))
         return delta, {**state, **inner_state}, delta
 
-    @property
-    def _lag_key(self) -> str:
-        """Return the key of this rank's chunk of h - G, or of h - H."""
-        return "server" if self.replica_lr == 1 else "behind"
-
     def _with_replica(self, state: State, replica: Tensor) -> State:
         """Return the state with h_i = `replica`, which is not modified."""
         xp = namespace(replica)
@@ -353,8 +348,9 @@ class CDAdam(ExactCDAdam):
         state = self._with_replica(state, replica)
         if self.compressor is not None:
             return state
-        lag = chunk(replica - state["estimate"], info)
-        return {**state, self._lag_key: namespace(lag).copy(lag)}
+        lag = chunk(replica - state["estimate"], info)  # h - G, or h - H
+        key = "server" if self.replica_lr == 1 else "behind"
+        return {**state, key: namespace(lag).copy(lag)}
 
 
 CDAMSGrad = CDAdam

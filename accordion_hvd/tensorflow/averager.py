@@ -194,7 +194,11 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         grads = [self._densified(grad) for grad in grads]
         if not self.agreed:
             self._set_up(grads, variables)
-        self._guard_before()
+        # The guard acts before a step: scripts broadcast the weights after the first step.
+        if tf.executing_eagerly():
+            self.check()
+        elif self.guard.mode != "off" and not self.managed:
+            self._guard_within()
         present = {key_of(v): g for v, g in zip(variables, grads, strict=True) if g is not None}
         means = self._exchanged(present, rate)
         results = [self._result(v, g, means) for v, g in zip(variables, grads, strict=True)]
@@ -415,13 +419,6 @@ class TensorFlowGradientAverager(GradientAverager[TensorFlowExchange]):
         steps = self.exchange.steps
         if self.comparison_due(steps):
             self.compare(steps, self.checksums())
-
-    def _guard_before(self) -> None:
-        # Before a step, not after it: scripts broadcast the weights after the first step.
-        if tf.executing_eagerly():
-            self.check()
-        elif self.guard.mode != "off" and not self.managed:
-            self._guard_within()
 
     def _guard_within(self) -> None:
         with tf.init_scope():

@@ -65,18 +65,15 @@ def describe(variables: Sequence[Any]) -> list[TensorInfo]:
         counts[name] = counts.get(name, 0) + 1
         name = name if counts[name] == 1 else f"{name}.{counts[name]}"
         dtype = tf.as_dtype(variable.dtype).name
-        rows.append(TensorInfo(name, tuple(variable.shape), dtype, _device(variable)))
+        device = getattr(getattr(variable, "value", variable), "device", "") or ""
+        place = device.rpartition("device:")[2]
+        rows.append(TensorInfo(name, tuple(variable.shape), dtype, place))
     return rows
 
 
 def name_of(variable: Any) -> str:
     """Return a variable's path, which is equal on all ranks that build the same model."""
     return getattr(variable, "path", variable.name).partition(":")[0]
-
-
-def _device(variable: Any) -> str:
-    device = getattr(getattr(variable, "value", variable), "device", "") or ""
-    return device.rpartition("device:")[2]
 
 
 def weights_of(layers: Any) -> list[Any]:

@@ -193,7 +193,6 @@ class _Distributed(Controls):
 
     def _set_up(self: Any, names: Named, options: dict[str, Any]) -> None:
         self._options = options
-        self._passes = options["passes"]
         self._should_synchronize = True
         self._exchanged = False
         self._accumulated, self._batch_counted = 0, False
@@ -221,7 +220,7 @@ class _Distributed(Controls):
     # ------------------------------------------------------------------------ Horovod's interface
     @property
     def backward_passes_per_step(self: Any) -> int:
-        return self._passes
+        return self._options["passes"]
 
     @property
     def op(self: Any) -> Any:
@@ -241,8 +240,7 @@ class _Distributed(Controls):
 
     def set_backward_passes_per_step(self: Any, passes: int) -> None:
         check_passes(passes, self._policy)
-        self._passes = self._options["passes"] = passes
-        self._averager.passes = self._policy.passes = passes
+        self._options["passes"] = self._averager.passes = self._policy.passes = passes
         self._averager.reset()
 
     def synchronize(self: Any) -> None:
@@ -464,7 +462,7 @@ class _Distributed(Controls):
             self._averager.compare(step, self._averager.checksums())
 
     def __reduce__(self: Any) -> Any:
-        rebuilt: tuple[str, ...] = ("_inner", "_options", "_passes", "_averager")
+        rebuilt: tuple[str, ...] = ("_inner", "_options", "_averager")
         rebuilt += ("_should_synchronize", "_exchanged", "_accumulated", "_batch_counted", "step")
         rebuilt += ("_models", "_members")
         attributes = {k: v for k, v in vars(self).items() if k not in rebuilt}

@@ -150,7 +150,12 @@ class TorchCommunicator(Communicator):
         watch.began = time.monotonic()
         try:
             for work in handle.works:
-                self._wait_for(work)
+                # A wait for NCCL with a limit would block the host.
+                if self._limit is None or self._nccl:
+                    work.wait()
+                else:
+                    # The script may have initialized torch.distributed with another limit.
+                    work.wait(self._limit)
         except RuntimeError as error:
             if _is_of_a_signal(error):
                 raise
@@ -158,14 +163,6 @@ class TorchCommunicator(Communicator):
         finally:
             watch.began = None
         return handle.result()
-
-    def _wait_for(self, work: Any) -> None:
-        # A wait for NCCL with a limit would block the host.
-        if self._limit is None or self._nccl:
-            work.wait()
-        else:
-            # The script may have initialized torch.distributed with another limit.
-            work.wait(self._limit)
 
     def _start(self, name: str, calls: Sequence[Callable[[], Any]], result: Any) -> Handle:
         try:

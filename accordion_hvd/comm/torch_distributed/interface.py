@@ -243,10 +243,6 @@ _WIDER = {torch.bfloat16: torch.float32, torch.int16: torch.int32, torch.bool: t
 """Dtypes that not all backends can reduce, and dtypes that can take their place."""
 
 
-def _reducible(tensor: Tensor) -> Tensor:
-    return tensor.to(_WIDER.get(tensor.dtype, tensor.dtype)).contiguous()
-
-
 def _bytes(tensor: Tensor) -> Tensor:
     # Every backend transfers bytes.
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -276,7 +272,7 @@ def grouped_allreduce_async_(
 ) -> int:
     chosen, communicator = _operation(average, op), _communicator(process_set)
     group, size = communicator.members.group(None), communicator.size
-    sent = [_reducible(x.detach()) for x in tensors]
+    sent = [x.detach().to(_WIDER.get(x.dtype, x.dtype)).contiguous() for x in tensors]
     if prescale_factor != 1.0:
         sent = [x * prescale_factor for x in sent]
     works = [dist.all_reduce(x, _KINDS[chosen], group, async_op=True) for x in sent]
