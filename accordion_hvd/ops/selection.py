@@ -194,7 +194,8 @@ def _chosen(x: np.ndarray, candidates: np.ndarray, threshold: float, count: int)
         magnitude = np.abs(x[candidates])
         return candidates[_exactly(magnitude, count)]
     if threshold == 0 and not np.isnan(x).any():
-        return _filled(candidates, x.size, count)
+        others = np.setdiff1d(np.arange(min(count + candidates.size, x.size)), candidates)
+        return np.sort(np.concatenate([candidates, others[: count - candidates.size]]))
     magnitude = np.abs(x)
     magnitude[np.isnan(magnitude)] = -1
     return _exactly(magnitude, count)
@@ -209,11 +210,6 @@ def _exactly(magnitude: np.ndarray, count: int) -> np.ndarray:
         equal = np.flatnonzero(magnitude[chosen] == least)
         chosen = np.delete(chosen, equal[equal.size - surplus :])
     return chosen
-
-
-def _filled(chosen: np.ndarray, size: int, count: int) -> np.ndarray:
-    others = np.setdiff1d(np.arange(min(count + chosen.size, size)), chosen)
-    return np.sort(np.concatenate([chosen, others[: count - chosen.size]]))
 
 
 def _of_rows(rows: np.ndarray, count: int) -> np.ndarray:

@@ -291,7 +291,8 @@ class WarmUp(Policy):
             total, before = sum(norms.get(name, 0.0) for name in names), self._sums[-LOOKS]
             largest = max(total, before)
             steady = largest > 0 and min(total, before) / largest >= STABLE
-            if steady and not self._rising(lr):
+            rising = any(lr[name] > rates.get(name, lr[name]) for rates in self._lr for name in lr)
+            if steady and not rising:
                 reason = "variance stable"
         level = int(bool(reason))
         common = level, self._step, 0, repr(self._levels[level]), reason
@@ -309,9 +310,6 @@ class WarmUp(Policy):
 
     def __repr__(self) -> str:
         return self._call(self.first, self.then, steps=self.steps)
-
-    def _rising(self, lr: Numbers) -> bool:
-        return any(lr[name] > rates.get(name, lr[name]) for rates in self._lr for name in lr)
 
 
 # --------------------------------------------------------------------- replay of recorded decisions

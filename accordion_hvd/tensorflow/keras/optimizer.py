@@ -406,7 +406,7 @@ class _Distributed(Controls):
                 self.build(variables)
         if len(grads) != len(variables):
             raise ValueError(f"{len(grads)} gradients were given for {len(variables)} variables.")
-        grads = self._unscaled(grads, variables)
+        grads = self._times(grads, variables, lambda scale: 1.0 / scale)  # a power of 2: exact
         batches = self._batches() if self._resizes else 1
         if self._settings.passes == 1 and (not self._resizes or self.growth.loader):
             self._step(grads, variables, batches)
@@ -487,9 +487,6 @@ class _Distributed(Controls):
         dynamic = isinstance(self, keras.optimizers.LossScaleOptimizer)
         scale = self.dynamic_scale if dynamic else self.loss_scale_factor
         return tf.cast(tf.convert_to_tensor(scale), tf.float32)
-
-    def _unscaled(self: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
-        return self._times(grads, variables, lambda scale: 1.0 / scale)  # a power of 2: exact
 
     def _scaled(self: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
         return self._times(grads, variables, lambda scale: scale)
