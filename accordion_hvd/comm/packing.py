@@ -337,7 +337,10 @@ _PROGRAMS: dict[str, Callable[..., Collecting]] = {
     "alltoall": _alltoall,
     "neighbours": _neighbours,
 }
-_COUNTING = {"uneven": _gather_uneven, "splits": _alltoall_splits}
+_COUNTING: dict[str, Callable[..., Collecting]] = {
+    "uneven": _gather_uneven,
+    "splits": _alltoall_splits,
+}
 """Programs that learn only on the way how many bytes the ranks send, and count them there."""
 
 
