@@ -363,21 +363,20 @@ class _Distributed(Controls):
         self.growth.resize()
         self._update_batch_count()
 
-    def register_local_var(self, var: Any) -> None:
+    def register_local_var(self: Any, var: Any) -> None:
         """Do not average the gradient of this variable; `scale_local_gradients` still applies.
 
         Raises:
             ValueError: if a local gradient would change what the other variables receive.
         """
-        inner: Any = getattr(self, "inner_optimizer", self)
-        if inner is not self:
+        if hasattr(self, "inner_optimizer"):
             allowed = (
                 "one without loss scaling, which skips steps by all gradients; use mixed_bfloat16"
             )
             check.refuse("register_local_var", "optimizer", type(self).__name__, allowed)
-        if inner.global_clipnorm is not None:
+        if self.global_clipnorm is not None:
             allowed = "None, since local gradients are part of this norm"
-            check.refuse("register_local_var", "global_clipnorm", inner.global_clipnorm, allowed)
+            check.refuse("register_local_var", "global_clipnorm", self.global_clipnorm, allowed)
         self._averager.local.add(key_of(var))
 
     def exclude_from_weight_decay(self: Any, *args: Any, **options: Any) -> None:
