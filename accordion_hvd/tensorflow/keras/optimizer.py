@@ -381,8 +381,8 @@ class _Distributed(Controls):
 
     def exclude_from_weight_decay(self: Any, *args: Any, **options: Any) -> None:
         inner = getattr(self, "inner_optimizer", None)
-        given = super() if inner is None else inner
-        given.exclude_from_weight_decay(*args, **options)  # type: ignore[attr-defined]
+        given: Any = super() if inner is None else inner
+        given.exclude_from_weight_decay(*args, **options)
 
     # --------------------------------------------------------------------- methods that Keras calls
     def build(self: Any, variables: Any) -> None:
