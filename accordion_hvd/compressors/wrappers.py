@@ -128,6 +128,7 @@ class HorovodCompression(Compressor):
     """
 
     scope = "each"
+    fp16_reduction = True  # as far as anyone knows: Horovod's own object casts to fp16
     compression: Any = None
 
     def accept(self, spec: Spec, name: str) -> None:

@@ -424,17 +424,25 @@ def raise_on_invalid(x: Any, doubts: Tensor, senders: Sequence[Any]) -> Any:
 def sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
     x, rows = tf.cast(x, tf.float32), shape(codes)[0]
     if "GPU" in x.device:
-        moved = [count_sketch.moved(x, row, columns) for row in tf.unstack(codes)]
-        return tf.stack([tf.reduce_sum(row, 0) for row in moved])
+        return _sketch(x, codes, columns)
     return _on_host(oracle.sketch, [x, codes, columns], tf.float32, (rows, columns))
+
+
+def _sketch(x: Tensor, codes: Tensor, columns: int) -> Tensor:
+    moved = [count_sketch.moved(x, row, columns) for row in tf.unstack(codes)]
+    return tf.stack([tf.reduce_sum(row, 0) for row in moved])
 
 
 def unsketch(table: Tensor, codes: Tensor, like: Tensor) -> Tensor:
     if "GPU" in table.device:
-        pairs = zip(tf.unstack(table), tf.unstack(codes), strict=True)
-        estimates = tf.stack([count_sketch.found(*pair, _size(like)) for pair in pairs])
-        return tf.sort(estimates, 0)[shape(table)[0] // 2]
+        return _unsketch(table, codes, like)
     return _on_host(oracle.unsketch, [table, codes, _scratch(like)], tf.float32, shape(like))
+
+
+def _unsketch(table: Tensor, codes: Tensor, like: Tensor) -> Tensor:
+    pairs = zip(tf.unstack(table), tf.unstack(codes), strict=True)
+    estimates = tf.stack([count_sketch.found(*pair, _size(like)) for pair in pairs])
+    return tf.sort(estimates, 0)[shape(table)[0] // 2]
 
 
 def argsort(x: Tensor) -> Tensor:

@@ -105,8 +105,9 @@ def check_late_parameters_keep_their_names() -> None:
         optimizer.zero_grad()
         ((body + head + late) * gradient(step)).sum().backward()
         optimizer.step()
-    levels = optimizer.exchange.levels()
-    assert levels["late_head"] == "Dense()" != levels["body"], levels
+    assert list(optimizer._parameter_names.values()) == ["body", "head", "late_head"]
+    levels = optimizer.exchange.levels()  # of buckets: one of "body", one of both heads
+    assert levels["head+1"] == "Dense()" != levels["body"], levels
     (body,) = zeros()
     optimizer = wrapped(torch.optim.SGD([body], lr=1.0), Dense())
     for step in range(3):
