@@ -19,6 +19,9 @@ MOST = TIMEOUT + 10.0
 AGAIN = 5.0
 """Seconds more for Horovod to connect the rest: ten in all on two slow and busy cores."""
 
+HELD = 6.0
+"""Seconds for which Horovod's launcher tries to reach a rank 0 that is cut off: three times two."""
+
 pytestmark = [
     pytest.mark.nightly, pytest.mark.quiet, pytest.mark.launch, pytest.mark.timeout(300)
 ]  # fmt: skip
@@ -43,14 +46,17 @@ def test_all_ranks_end(backend: str) -> None:
     assert "Traceback" in rig["output"] or "does not answer" in rig["output"], found
 
 
-@pytest.mark.parametrize("framework", ["torch", "keras"])
-def test_ranks_of_an_elastic_job_go_on(framework: str) -> None:
+@pytest.mark.parametrize(
+    ("framework", "kind"), [("torch", "elastic"), ("torch", "elastic-first"), ("keras", "elastic")]
+)
+def test_ranks_of_an_elastic_job_go_on(framework: str, kind: str) -> None:
     """Weights stay equal; the residual of the rank that is cut off is lost, which a rank logs."""
     need("gloo")
-    rig, told, found = cut_off("elastic", f"elastic_{framework}.py", "topk:0.1", "cut")
+    rig, told, found = cut_off(kind, f"elastic_{framework}.py", "topk:0.1", "cut")
+    most = MOST + AGAIN + (HELD if kind == "elastic-first" else 0.0)
     assert len(told) == HOSTS - 1, found
     for row in told:
-        assert row["sizes"] == [HOSTS, HOSTS - 1] and row["resumed"] < MOST + AGAIN, found
+        assert row["sizes"] == [HOSTS, HOSTS - 1] and row["resumed"] < most, found
         assert row["steps"] == told[0]["steps"] and row["weights"] == told[0]["weights"], found
         ((norm, drift),) = row["changes"]
         assert norm > 0 and drift < 1.5, found

@@ -3,13 +3,15 @@
     python cut_hosts.py KIND SCRIPT [words]
 
 runs a script of tests/ranks on hosts that are network namespaces. KIND is "elastic" (horovodrun
-with discovery), "torchft" (a process a host, whose last argument is the host's number) or a backend
-of `netbench.launch`. When the script writes the file "cut" to CHECK_FOLDER, the link of the last
-host goes down. The file "rig.json" then tells after how many seconds each process ended.
+with discovery), "elastic-first" (the same, with rank 0 on the host that is cut off), "torchft" (a
+process a host, whose last argument is the host's number) or a backend of `netbench.launch`. When
+the script writes the file "cut" to CHECK_FOLDER, the link of the last host goes down. The file
+"rig.json" then tells after how many seconds each process ended.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -55,8 +57,22 @@ exit 255
 """What ssh does with ServerAliveInterval 1: it sees the end of a command, or of the connection."""
 
 
-def elastic(network: Network, folder: Path, command: Sequence[str]) -> list[subprocess.Popen[str]]:
-    """Start horovodrun on the first host, with a stand-in for ssh and a discovery that asks."""
+FIND = """#!/bin/bash
+{answers}
+[ -e {told} ] || {{ touch {told}; echo {first}:1; exit; }}
+for h in {names}; do answers $h && echo $h:1; done; true
+"""
+"""Discovery that asks the hosts. It begins with one, which gets rank 0: of hosts that are found at
+the same time, Horovod takes any."""
+
+
+def elastic(
+    network: Network, folder: Path, command: Sequence[str], first: int = 0
+) -> list[subprocess.Popen[str]]:
+    """Start horovodrun on the first host, with a stand-in for ssh and a discovery that asks.
+
+    Rank 0 is on host `first`.
+    """
     tools = folder / "tools"
     tools.mkdir()
     places = zip(network.names, network.addresses, strict=True)
@@ -64,9 +80,9 @@ def elastic(network: Network, folder: Path, command: Sequence[str]) -> list[subp
         f"{name}|{address}) enter='{' '.join(network.enter(i))}';;"
         for i, (name, address) in enumerate(places)
     )
-    loop = f"for h in {' '.join(network.names)}; do answers $h && echo $h:1; done; true"
-    texts = {"ssh": SSH.format(answers=ANSWERS, hosts=hosts),
-             "discover": f"#!/bin/bash\n{ANSWERS}\n{loop}\n"}  # fmt: skip
+    find = FIND.format(answers=ANSWERS, first=network.names[first], told=folder / "told",
+                       names=" ".join(network.names))  # fmt: skip
+    texts = {"ssh": SSH.format(answers=ANSWERS, hosts=hosts), "discover": find}
     for name, text in texts.items():
         (tools / name).write_text(text)
         (tools / name).chmod(0o700)
@@ -96,7 +112,11 @@ def job(network: Network, folder: Path, kind: str, command: Sequence[str]) -> Jo
     return Job(["env", *settings, *command], network, folder / "out", kind, show=False)
 
 
-STARTS = {"elastic": elastic, "torchft": torchft}
+STARTS = {
+    "elastic": elastic,
+    "elastic-first": functools.partial(elastic, first=-1),
+    "torchft": torchft,
+}
 
 
 def work(folder: Path, tag: str) -> int:
